@@ -1,0 +1,1 @@
+"""Which experts are in memory: slot banks, eviction policies, and the cache that joins them."""

@@ -1,0 +1,356 @@
+"""SharedExpertCache: which experts are in memory, who is evicted, when a slot may be rewritten.
+
+This is the one place that decides slot lifetime. MLX is lazy: an operation sees a slot's bytes when
+it is evaluated, not when it is built. So a slot is rewritten only after every output that was
+computed from this cache has been evaluated (`hold`, `_settle`).
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import BudgetError
+from ..store.layout import ExpertLayout
+from ..store.reader import ExpertReader, ReadRequest
+from .bank import SlotBank
+from .policy import LRU, Policy
+
+Arrays = dict[tuple[str, str], mx.array]
+Key = tuple[int, int]  # (layer, expert)
+
+
+@dataclass
+class LayerStats:
+    """Counters of one layer.
+
+    A hit or a miss is one distinct expert that one call of the layer needed. Layers that hold all
+    their experts are read as a whole and look nothing up: only `resident_calls` counts there.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    calls: int = 0
+    waves: int = 0
+    resident_calls: int = 0
+
+
+@dataclass
+class CacheStats:
+    """Counters since the cache was made."""
+
+    layers: list[LayerStats]
+    evictions: int = 0
+    abandoned: int = 0
+
+    @property
+    def hits(self) -> int:
+        return sum(x.hits for x in self.layers)
+
+    @property
+    def misses(self) -> int:
+        return sum(x.misses for x in self.layers)
+
+
+@dataclass
+class _Bank:
+    """A slot bank, shared by the layers whose experts have one geometry, and its bookkeeping."""
+
+    layouts: dict[int, ExpertLayout]
+    slots: int
+    policy: Policy
+    memory: SlotBank | None = None
+    owner: list[Key | None] = field(default_factory=list)
+    free: list[int] = field(default_factory=list)
+    tables: dict[int, np.ndarray] = field(default_factory=dict)  # layer -> [E] slot, or -1
+    pinned: set[Key] = field(default_factory=set)
+    resident: dict[int, Arrays] = field(default_factory=dict)  # layer -> its own rows
+
+    def __post_init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Empty, with no memory: it is allocated when it is first needed."""
+        self.memory = None
+        self.owner = [None] * self.slots
+        self.free = list(range(self.slots))[::-1]
+        for key in {(layer, e) for layer, t in self.tables.items() for e in np.flatnonzero(t >= 0)}:
+            self.policy.discard(key)
+        self.tables = {i: np.full(x.num_experts, -1, np.int32) for i, x in self.layouts.items()}
+        self.pinned = set()
+        self.resident = {}
+
+    @property
+    def holds_all(self) -> bool:
+        return self.slots >= sum(x.num_experts for x in self.layouts.values())
+
+
+class SharedExpertCache:
+    """The experts of all layers in a fixed number of slots, least recently used first out.
+
+    Args:
+        layouts: where each layer's experts lie; a layer is named by its index here.
+        banks: (layer indices, slots) for each bank. The layers of one bank must have equal
+            `tensors`. A bank with room for all its experts gives each layer its own rows.
+        reader: reads the bytes.
+        policy: makes the eviction policy of one bank.
+        debug: check the bookkeeping on every claim (slow).
+
+    One thread at a time may run a model on this cache; another may take over between calls.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[ExpertLayout],
+        banks: Iterable[tuple[Sequence[int], int]],
+        reader: ExpertReader,
+        policy: Callable[[], Policy] = LRU,
+        debug: bool = False,
+    ):
+        self.layouts = list(layouts)
+        self.reader = reader
+        self.lock = threading.RLock()
+        self.stats = CacheStats([LayerStats() for _ in self.layouts])
+        self._debug = debug
+        self._pending: list[mx.array] = []
+        self._banks = []
+        for layers, slots in banks:
+            group = {i: self.layouts[i] for i in layers}
+            if len({x.tensors for x in group.values()}) != 1:
+                raise ValueError("the layers of one bank must have experts of one geometry")
+            if slots < 1:
+                raise BudgetError("a bank needs at least one slot")
+            total = sum(x.num_experts for x in group.values())
+            self._banks.append(_Bank(group, min(slots, total), policy()))
+        self._bank_of = {i: b for b in self._banks for i in b.layouts}
+        if set(self._bank_of) != set(range(len(self.layouts))):
+            raise ValueError("every layer must belong to one bank")
+
+    # ---- what is in memory -------------------------------------------------------------------
+
+    @property
+    def slots(self) -> int:
+        """Slots of all banks together."""
+        return sum(b.slots for b in self._banks)
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether every expert has a slot, so that nothing is ever evicted."""
+        return all(b.holds_all for b in self._banks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots, allocated or not yet."""
+        return sum(b.slots * next(iter(b.layouts.values())).expert_nbytes for b in self._banks)
+
+    def table(self, layer: int) -> np.ndarray:
+        """[E] int32: the slot of each expert of `layer`, or -1. Read it under `lock`."""
+        return self._bank_of[layer].tables[layer]
+
+    def arrays(self, layer: int) -> Arrays:
+        """The slot bank of `layer`: (projection, kind) -> [slots, ...]."""
+        return self._memory(self._bank_of[layer]).arrays
+
+    def resident(self, layer: int) -> Arrays | None:
+        """The layer's own rows [E, ...], in the order of its experts, if its bank holds them all.
+
+        They are read on the first call, all at once, and never move: such a layer needs neither a
+        look at the routing nor slot numbers. None if experts of this layer may be evicted.
+        """
+        bank = self._bank_of[layer]
+        if not bank.holds_all:
+            return None
+        rows = bank.resident.get(layer)
+        if rows is None:
+            with self.lock:
+                rows = self._load_resident(bank, layer)
+        self.stats.layers[layer].resident_calls += 1
+        return rows
+
+    def _load_resident(self, bank: _Bank, layer: int) -> Arrays:
+        memory = self._memory(bank)
+        start = 0
+        for i, layout in bank.layouts.items():
+            if i == layer:
+                break
+            start += layout.num_experts
+        count = self.layouts[layer].num_experts
+        self._read(bank, layer, {e: start + e for e in range(count)})
+        # A contiguous slice shares the bank's memory.
+        rows = {k: a[start : start + count] for k, a in memory.arrays.items()}
+        mx.eval(list(rows.values()))
+        bank.tables[layer][:] = np.arange(start, start + count)
+        bank.resident[layer] = rows
+        return rows
+
+    def _memory(self, bank: _Bank) -> SlotBank:
+        if bank.memory is None:
+            bank.memory = SlotBank(next(iter(bank.layouts.values())).tensors, bank.slots)
+        return bank.memory
+
+    # ---- claims ------------------------------------------------------------------------------
+
+    def waves(self, layer: int, ids: np.ndarray) -> list[list[int]]:
+        """The distinct experts among `ids`, in groups that fit into memory one after the other.
+
+        Experts that are in memory already come first, so that no wave evicts what a later one
+        needs. Nearly always there is one group.
+        """
+        bank = self._bank_of[layer]
+        wanted = np.unique(ids).tolist()
+        if len(wanted) + len(bank.pinned) <= bank.slots:
+            return [wanted]
+        table, room = bank.tables[layer], bank.slots - len(bank.pinned)
+        wanted.sort(key=lambda e: table[e] < 0)
+        movable = [e for e in wanted if (layer, e) not in bank.pinned]
+        waves = [movable[i : i + room] for i in range(0, len(movable), room)] or [[]]
+        waves[0] += [e for e in wanted if (layer, e) in bank.pinned]
+        return waves
+
+    def claim(self, layer: int, experts: Sequence[int]) -> None:
+        """Have these distinct experts in memory; `table(layer)` then gives their slots.
+
+        They stay until the next claim, and their slots' bytes until everything passed to `hold`
+        has been evaluated. Call it with `lock` held, which must last until `hold`.
+
+        Raises:
+            ExpertReadError, CheckpointChangedError: nothing was claimed; the cache stays usable.
+        """
+        bank, stats = self._bank_of[layer], self.stats.layers[layer]
+        table = bank.tables[layer]
+        missing = []
+        for e in experts:  # hits count as used before any miss evicts
+            if table[e] < 0:
+                missing.append(e)
+            elif (layer, e) not in bank.pinned:
+                bank.policy.touch((layer, e))
+        if missing:
+            self._load(bank, layer, missing, keep={(layer, e) for e in experts})
+        stats.hits += len(experts) - len(missing)
+        stats.misses += len(missing)
+        if self._debug:
+            self.check()
+
+    def _load(self, bank: _Bank, layer: int, experts: list[int], keep: set[Key]) -> None:
+        self._settle()
+        table = bank.tables[layer]
+        taken = {}
+        try:
+            for e in experts:
+                if not bank.free:
+                    self._evict(bank, keep)
+                taken[e] = bank.free.pop()
+            self._read(bank, layer, taken)
+        except BaseException:
+            bank.free.extend(taken.values())
+            raise
+        for e, slot in taken.items():
+            table[e] = slot
+            bank.owner[slot] = (layer, e)
+            bank.policy.touch((layer, e))
+
+    def _evict(self, bank: _Bank, keep: set[Key]) -> None:
+        key = bank.policy.victim(keep)
+        bank.policy.discard(key)
+        layer, expert = key
+        slot = int(bank.tables[layer][expert])
+        bank.tables[layer][expert] = -1
+        bank.owner[slot] = None
+        bank.free.append(slot)
+        self.stats.evictions += 1
+
+    def _read(self, bank: _Bank, layer: int, slots: dict[int, int]) -> None:
+        """Read experts of `layer` into slots (expert -> slot)."""
+        layout, memory = self.layouts[layer], self._memory(bank)
+        requests = []
+        for e, slot in slots.items():
+            ids, offsets = layout.file_ids[:, e].tolist(), layout.offsets[:, e].tolist()
+            for t, row, file, offset in zip(
+                layout.tensors, memory.rows(slot), ids, offsets, strict=True
+            ):
+                label = f"{t.name} of expert {e} of {layout.path}"
+                requests.append(ReadRequest(file, offset, row, label))
+        self.reader.read(requests)
+
+    # ---- slot lifetime -----------------------------------------------------------------------
+
+    def hold(self, y: mx.array) -> None:
+        """Rewrite no slot before `y`, computed from this cache's arrays, has been evaluated."""
+        self._pending.append(y)
+
+    def settle(self) -> None:
+        """Evaluate all outputs that still read from slots."""
+        with self.lock:
+            self._settle()
+
+    def release_evaluated(self) -> None:
+        """Call it after evaluating something that depends on all earlier layers: drops what was
+        held. Costs nothing then, and is right, if slower, when the assumption does not hold."""
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        try:
+            mx.eval(pending)
+        except RuntimeError:
+            # Built by another thread and never evaluated there; MLX cannot evaluate it here. It
+            # may yet be evaluated, so its slots must keep their bytes: leave them to it.
+            for bank in self._banks:
+                if not bank.holds_all:
+                    bank.forget()
+            self.stats.abandoned += 1
+
+    # ---- pins --------------------------------------------------------------------------------
+
+    def pin(self, layer: int, experts: Sequence[int]) -> None:
+        """Load experts and keep them until `unpin`. At least one slot of the bank stays free.
+
+        Raises:
+            BudgetError: they would leave no slot for anything else.
+        """
+        with self.lock:
+            bank = self._bank_of[layer]
+            if bank.holds_all:
+                return
+            keys = {(layer, e) for e in experts}
+            if len(bank.pinned | keys) >= bank.slots:
+                raise BudgetError(
+                    f"pinning {len(bank.pinned | keys)} experts leaves none of {bank.slots} slots "
+                    f"for the rest. Pin fewer, or give the cache more memory."
+                )
+            for e in dict.fromkeys(experts):
+                self.claim(layer, [e])
+                bank.pinned.add((layer, e))
+                bank.policy.discard((layer, e))
+
+    def unpin(self, layer: int, experts: Sequence[int]) -> None:
+        """Let experts be evicted again."""
+        with self.lock:
+            bank = self._bank_of[layer]
+            for e in experts:
+                if (layer, e) in bank.pinned:
+                    bank.pinned.discard((layer, e))
+                    bank.policy.touch((layer, e))
+
+    # ---- self-check --------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise AssertionError unless tables, owners and free slots agree."""
+        for bank in self._banks:
+            if bank.holds_all:
+                continue
+            seen: dict[int, Key] = {}
+            for layer, table in bank.tables.items():
+                for e in np.flatnonzero(table >= 0).tolist():
+                    slot = int(table[e])
+                    assert slot not in seen, f"slot {slot} holds {seen[slot]} and {(layer, e)}"
+                    assert bank.owner[slot] == (layer, e), f"slot {slot} is not owned by its expert"
+                    seen[slot] = (layer, e)
+            assert len(set(bank.free)) == len(bank.free), "a slot is free twice"
+            assert not set(bank.free) & set(seen), "a free slot is in use"
+            assert len(bank.free) + len(seen) == bank.slots, "slots were lost"
+            assert bank.pinned <= set(seen.values()), "a pinned expert is not in memory"

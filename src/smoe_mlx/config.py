@@ -1,0 +1,72 @@
+"""StreamingConfig: every option of a streamed model in one place."""
+
+import re
+from dataclasses import dataclass
+
+from .errors import BudgetError
+
+_UNITS = {"": 1, "B": 1}
+for _i, _p in enumerate("KMGT", start=1):
+    _UNITS[_p] = _UNITS[_p + "B"] = 1000**_i
+    _UNITS[_p + "IB"] = 1024**_i
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """Bytes from "12GB" (10^9), "12GiB" (2^30), "800M" or a plain number.
+
+    Raises:
+        BudgetError: not a size.
+    """
+    if isinstance(text, (int, float)) and not isinstance(text, bool) and text > 0:
+        return int(text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?(?:i?B)?)\s*", str(text), re.IGNORECASE)
+    if not match or not float(match[1]):
+        raise BudgetError(f"{text!r} is not a memory size. Write for example 12GB, 800MB or 16GiB.")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+@dataclass(frozen=True)
+class StreamingConfig:
+    """How a model is streamed.
+
+    Attributes:
+        memory: ceiling for all that MLX allocates, in bytes or as "12GB". None: plan from what
+            this machine has free.
+        slots: instead of `memory`: an int is a number of experts over all layers, a float in
+            (0, 1] a share of all of them.
+        context: tokens of KV cache that the plan sets memory aside for. None: 4096, or what the
+            model was made for if that is less.
+        prefill_step: prompt tokens that pass the model at a time. None: 2048 as mlx-lm, or less
+            where the memory asks for it.
+        threads: reads that may be under way beside the calling thread's own.
+        direct: read past the page cache (F_NOCACHE, O_DIRECT).
+        debug: check the cache's bookkeeping at every step (slow).
+    """
+
+    memory: str | int | float | None = None
+    slots: int | float | None = None
+    context: int | None = None
+    prefill_step: int | None = None
+    threads: int = 8
+    direct: bool = False
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        if self.memory is not None:
+            if self.slots is not None:
+                raise BudgetError("give memory or slots, not both")
+            parse_bytes(self.memory)
+        if self.slots is not None:
+            if isinstance(self.slots, bool) or not isinstance(self.slots, (int, float)):
+                raise BudgetError(f"slots={self.slots!r}: an int (experts) or a float in (0, 1]")
+            if isinstance(self.slots, float) and not 0 < self.slots <= 1:
+                raise BudgetError(
+                    f"slots={self.slots}: a float is a share of all experts, in (0, 1]; "
+                    "write an int for a number of experts"
+                )
+            if self.slots < 1 and isinstance(self.slots, int):
+                raise BudgetError(f"slots={self.slots}: at least 1")
+        for name, least in (("context", 1), ("prefill_step", 1), ("threads", 0)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise ValueError(f"{name}={value!r}: a whole number from {least} on")

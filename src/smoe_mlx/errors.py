@@ -1,0 +1,29 @@
+"""Every error a user can meet. Each message names the file, tensor, layer or option at fault."""
+
+
+class SmoeError(Exception):
+    """Base of all errors that smoe_mlx raises on purpose."""
+
+
+class CheckpointError(SmoeError, ValueError):
+    """A checkpoint file is malformed, incomplete or inconsistent."""
+
+
+class CheckpointChangedError(CheckpointError):
+    """A checkpoint file was changed, replaced or removed while a model reads from it."""
+
+
+class UnsupportedModelError(SmoeError, ValueError):
+    """The model cannot be streamed as it is; the message says what to do instead."""
+
+
+class ModelNotFoundError(SmoeError, FileNotFoundError):
+    """No such local folder and no such Hub repository (or the Hub cannot be reached)."""
+
+
+class ExpertReadError(SmoeError, OSError):
+    """The bytes of an expert could not be read; nothing was computed with them."""
+
+
+class BudgetError(SmoeError, ValueError):
+    """The memory or slot budget is too small or not understood; the message says what would do."""

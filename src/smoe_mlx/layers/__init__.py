@@ -1,0 +1,1 @@
+"""Drop-in modules that take the place of mlx-lm's routed experts."""

@@ -1,0 +1,205 @@
+"""StreamingSwitchGLU and StreamingSwitchMLP: mlx-lm's switch layers over a SharedExpertCache.
+
+Same call, same result: `(x [..., D], indices [..., k]) -> [..., k, D]`. Top-k, weights and sum stay
+with the model's own block. The arithmetic is that of `mlx_lm.models.switch_layers`, operation for
+operation, with slot numbers in place of expert numbers.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.switch_layers import SwiGLU, _gather_sort, _scatter_unsort
+
+from ..cache.experts import Arrays, SharedExpertCache
+
+# mlx-lm sorts the rows by expert from this many (token, expert) pairs on.
+SORT_FROM = 64
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One linear map of an expert: its name in the bank, and how it is quantised (None: not)."""
+
+    name: str
+    group_size: int | None = None
+    bits: int | None = None
+    mode: str | None = None
+
+    def __call__(
+        self, arrays: Arrays, x: mx.array, indices: mx.array, sorted_indices: bool
+    ) -> mx.array:
+        """x [..., 1, I], indices [...] rows of the arrays -> [..., 1, O]."""
+        weight = arrays[self.name, "weight"]
+        if self.mode is None:
+            x = mx.gather_mm(
+                x, weight.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=sorted_indices
+            )
+        else:
+            x = mx.gather_qmm(
+                x,
+                weight,
+                arrays[self.name, "scales"],
+                arrays.get((self.name, "biases")),
+                rhs_indices=indices,
+                transpose=True,
+                group_size=self.group_size,
+                bits=self.bits,
+                mode=self.mode,
+                global_scale=arrays.get((self.name, "global_scale")),
+                sorted_indices=sorted_indices,
+            )
+        bias = arrays.get((self.name, "bias"))
+        if bias is not None:
+            x = x + mx.expand_dims(bias[indices], -2)
+        return x
+
+
+class _StreamingSwitch(nn.Module):
+    """What both kinds share: from expert numbers to slots, and back to the caller's order."""
+
+    def __init__(self, cache: SharedExpertCache, layer: int, activation: nn.Module):
+        super().__init__()
+        self.activation = activation
+        self._cache = cache
+        self._layer = layer
+        self._num_experts = cache.layouts[layer].num_experts
+        self._true_indices: list[mx.array] = []
+
+    def _experts(self, arrays: Arrays, x: mx.array, idx: mx.array, in_order: bool) -> mx.array:
+        raise NotImplementedError
+
+    def expect(self, indices: mx.array) -> None:
+        """Routing of the coming call as the router made it: numbers from E on are no experts.
+
+        For blocks that rewrite such numbers to expert 0 with weight 0, so that it is not read.
+        """
+        self._true_indices = [indices]
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        """x [..., D], indices [..., k] (any integer type, in [0, E)) -> [..., k, D].
+
+        Raises:
+            ExpertReadError, CheckpointChangedError: the bytes of an expert could not be read.
+        """
+        arrays = self._cache.resident(self._layer)
+        if arrays is not None:
+            return self._in_one(arrays, x, indices)
+        true, self._true_indices = self._true_indices or [indices], []
+        ids = np.array(true[0])  # the one host read of a layer
+        with self._cache.lock:
+            self._cache.release_evaluated()
+            if true[0] is not indices:
+                ids = self._without_zero_experts(ids)
+            waves = self._cache.waves(self._layer, ids)
+            stats = self._cache.stats.layers[self._layer]
+            stats.calls += 1
+            stats.waves += len(waves)
+            if len(waves) > 1:
+                return self._in_waves(x, ids, waves)
+            self._cache.claim(self._layer, waves[0])
+            slots = mx.array(self._cache.table(self._layer)[ids].astype(np.uint32))
+            y = self._in_one(self._cache.arrays(self._layer), x, slots)
+            if ids.size >= SORT_FROM:
+                mx.eval(y)  # large: holding it would cost memory, and a sync is nothing here
+            else:
+                self._cache.hold(y)
+            return y
+
+    def _without_zero_experts(self, ids: np.ndarray) -> np.ndarray:
+        """Replace what is no expert by one that is needed or in memory anyway; its weight is 0."""
+        real = ids < self._num_experts
+        if real.all():
+            return ids
+        there = ids[real] if real.any() else np.flatnonzero(self._cache.table(self._layer) >= 0)
+        return np.where(real, ids, there[0] if there.size else 0)
+
+    def _in_one(self, arrays: Arrays, x: mx.array, indices: mx.array) -> mx.array:
+        """As mlx-lm's SwitchGLU.__call__."""
+        x = mx.expand_dims(x, (-2, -3))
+        in_order = indices.size >= SORT_FROM
+        idx, inv_order = indices, None
+        if in_order:
+            x, idx, inv_order = _gather_sort(x, indices)
+        x = self._experts(arrays, x, idx, in_order)
+        if in_order:
+            x = _scatter_unsort(x, inv_order, indices.shape)
+        return x.squeeze(-2)
+
+    def _in_waves(self, x: mx.array, ids: np.ndarray, waves: list[list[int]]) -> mx.array:
+        """More distinct experts than slots: load some, compute their rows, load the next."""
+        k, flat = ids.shape[-1], ids.ravel()
+        rows = mx.expand_dims(x.reshape(-1, x.shape[-1]), -2)  # [tokens, 1, D]
+        wave_of = np.empty(self._num_experts, np.int32)
+        for w, experts in enumerate(waves):
+            wave_of[experts] = w
+        wave_of_pair = wave_of[flat]
+        outputs, orders = [], []
+        for w, experts in enumerate(waves):
+            self._cache.claim(self._layer, experts)
+            pairs = np.flatnonzero(wave_of_pair == w)
+            slots = self._cache.table(self._layer)[flat[pairs]]
+            order = np.argsort(slots, kind="stable")
+            pairs, slots = pairs[order], slots[order]
+            y = self._experts(
+                self._cache.arrays(self._layer),
+                rows[mx.array(pairs // k)],
+                mx.array(slots.astype(np.uint32)),
+                ids.size >= SORT_FROM,
+            )
+            mx.eval(y)  # before the next wave rewrites these slots
+            outputs.append(y)
+            orders.append(pairs)
+        back = np.empty(flat.size, np.uint32)
+        back[np.concatenate(orders)] = np.arange(flat.size, dtype=np.uint32)
+        y = mx.concatenate(outputs)[mx.array(back)]
+        return y.reshape(*ids.shape, y.shape[-1])
+
+
+class StreamingSwitchGLU(_StreamingSwitch):
+    """`mlx_lm.models.switch_layers.SwitchGLU` whose experts come from a `SharedExpertCache`.
+
+    Args:
+        cache: holds the experts; `layer` is this module's index in its layouts.
+        gate_proj, up_proj, down_proj: how each is quantised.
+        activation: called as `activation(x_up, x_gate)`, as mlx-lm does.
+    """
+
+    def __init__(
+        self,
+        cache: SharedExpertCache,
+        layer: int,
+        gate_proj: Projection,
+        up_proj: Projection,
+        down_proj: Projection,
+        activation: nn.Module | None = None,
+    ):
+        super().__init__(cache, layer, SwiGLU() if activation is None else activation)
+        self._gate, self._up, self._down = gate_proj, up_proj, down_proj
+
+    def _experts(self, arrays: Arrays, x: mx.array, idx: mx.array, in_order: bool) -> mx.array:
+        x_up = self._up(arrays, x, idx, in_order)
+        x_gate = self._gate(arrays, x, idx, in_order)
+        return self._down(arrays, self.activation(x_up, x_gate), idx, in_order)
+
+
+class StreamingSwitchMLP(_StreamingSwitch):
+    """`mlx_lm.models.switch_layers.SwitchMLP` whose experts come from a `SharedExpertCache`."""
+
+    def __init__(
+        self,
+        cache: SharedExpertCache,
+        layer: int,
+        fc1: Projection,
+        fc2: Projection,
+        activation: nn.Module | None = None,
+    ):
+        default = nn.GELU(approx="precise")
+        super().__init__(cache, layer, default if activation is None else activation)
+        self._fc1, self._fc2 = fc1, fc2
+
+    def _experts(self, arrays: Arrays, x: mx.array, idx: mx.array, in_order: bool) -> mx.array:
+        return self._fc2(
+            arrays, self.activation(self._fc1(arrays, x, idx, in_order)), idx, in_order
+        )

@@ -1,0 +1,178 @@
+"""load(): the one door. From a name to an ordinary mlx-lm model whose experts stay on disk."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_adapters, load_tokenizer
+
+from .cache.experts import SharedExpertCache
+from .config import StreamingConfig
+from .errors import CheckpointError, UnsupportedModelError
+from .hub import find_model
+from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
+from .layers.zero_experts import tell_true_routing
+from .plan import MemoryPlan, available_memory, make_plan
+from .skeleton import Skeleton, build_skeleton, measure_shape, other_children, replace_module
+from .stats import Streaming
+from .store.reader import ExpertReader
+from .store.safetensors import Checkpoint, SafetensorsMmap
+
+
+def load(
+    path_or_repo: str | os.PathLike[str],
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    *,
+    memory: str | int | float | None = None,
+    slots: int | float | None = None,
+    config: StreamingConfig | None = None,
+) -> tuple[nn.Module, TokenizerWrapper] | tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    """Load a model whose routed experts are read from disk as the router asks for them.
+
+    The first eight arguments are those of `mlx_lm.load`. No expert byte is read or allocated here;
+    the rest of the model is read once.
+
+    Args:
+        path_or_repo: a local folder, a Hub repository, or "demo" for the bundled model.
+        memory: ceiling for all that MLX allocates: bytes, or "12GB". With neither this nor
+            `slots`, the plan is made from the memory that this machine has free.
+        slots: instead: experts in memory over all layers (int), or a share of all (float, 0-1).
+        config: instead of both: all options at once.
+
+    Returns:
+        (model, tokenizer), and the model's config with `return_config`.
+
+    Raises:
+        ModelNotFoundError, UnsupportedModelError, CheckpointError, BudgetError.
+    """
+    config = _streaming_config(memory, slots, config)
+    folder = find_model(path_or_repo, revision)
+    checkpoint = _open(folder)
+    try:
+        skeleton = build_skeleton(folder, checkpoint, model_config, trust_remote_code)
+        plan = _plan(skeleton, config)
+        model = skeleton.model
+        model._streaming = _install(skeleton, checkpoint, plan, config)
+        if not lazy:
+            mx.eval(model)  # not only its parameters: some models keep lazy constants besides
+        if adapter_path is not None:
+            _check_adapter(Path(adapter_path), skeleton)
+            model = load_adapters(model, adapter_path)
+            model.eval()
+        tokenizer = load_tokenizer(
+            folder, tokenizer_config, eos_token_ids=skeleton.config.get("eos_token_id")
+        )
+    except BaseException:
+        checkpoint.close()
+        raise
+    if return_config:
+        return model, tokenizer, skeleton.config
+    return model, tokenizer
+
+
+def plan(
+    path_or_repo: str | os.PathLike[str],
+    model_config: dict[str, Any] | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    *,
+    memory: str | int | float | None = None,
+    slots: int | float | None = None,
+    config: StreamingConfig | None = None,
+) -> MemoryPlan:
+    """What `load` would do with this budget, from headers alone. Arguments and errors as `load`."""
+    config = _streaming_config(memory, slots, config)
+    folder = find_model(path_or_repo, revision)
+    checkpoint = _open(folder)
+    try:
+        return _plan(build_skeleton(folder, checkpoint, model_config, trust_remote_code), config)
+    finally:
+        checkpoint.close()
+
+
+def _streaming_config(
+    memory: str | int | float | None, slots: int | float | None, config: StreamingConfig | None
+) -> StreamingConfig:
+    if config is None:
+        return StreamingConfig(memory=memory, slots=slots)
+    if memory is not None or slots is not None:
+        raise ValueError("give either config or memory/slots: config holds both")
+    return config
+
+
+def _open(folder: Path) -> Checkpoint:
+    config = folder / "config.json"
+    try:
+        if not isinstance(json.loads(config.read_text()), dict):
+            raise ValueError("not an object")
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: no config.json in this folder.") from None
+    except ValueError as e:
+        raise CheckpointError(f"{config}: not valid JSON ({e}).") from None
+    return Checkpoint(folder)
+
+
+def _plan(skeleton: Skeleton, config: StreamingConfig) -> MemoryPlan:
+    shape = measure_shape(skeleton, config.context)
+    available = available_memory() if config.memory is None and config.slots is None else 0
+    return make_plan(skeleton.layouts, shape, config, max_buffer_nbytes(), available)
+
+
+def max_buffer_nbytes() -> int:
+    """The largest array that the default device takes, in bytes."""
+    info = mx.device_info()
+    return int(info.get("max_buffer_length", 1 << 46))
+
+
+def _install(
+    skeleton: Skeleton, checkpoint: Checkpoint, plan: MemoryPlan, config: StreamingConfig
+) -> Streaming:
+    """Put a streaming module in the place of every switch module."""
+    reader = ExpertReader(checkpoint.files, config.threads, config.direct)
+    cache = SharedExpertCache(
+        skeleton.layouts,
+        [(b.layers, b.slots) for b in plan.banks],
+        reader,
+        debug=config.debug,
+    )
+    for layer, switch in enumerate(skeleton.switches):
+        kind = StreamingSwitchGLU if switch.is_glu else StreamingSwitchMLP
+        module = kind(
+            cache, layer, **switch.projections, activation=switch.module.get("activation")
+        )
+        module.update(other_children(switch))
+        module.eval()
+        replace_module(skeleton.model, switch.path, module)
+        tell_true_routing(_parent(skeleton.model, switch.path), module)
+    return Streaming(cache, plan)
+
+
+def _parent(model: nn.Module, path: str) -> Any:
+    parent: Any = model
+    for key in path.split(".")[:-1]:
+        parent = parent[int(key)] if isinstance(parent, list) else parent[key]
+    return parent
+
+
+def _check_adapter(folder: Path, skeleton: Skeleton) -> None:
+    """Adapters on routed experts would silently have no effect: refuse them."""
+    file = folder / "adapters.safetensors"
+    if not file.exists():
+        raise CheckpointError(f"{folder}: no adapters.safetensors in this folder.")
+    for name in SafetensorsMmap(file).tensors:
+        for switch in skeleton.switches:
+            if name.startswith(switch.path + "."):
+                raise UnsupportedModelError(
+                    f"{file}: {name!r} adapts routed experts, which cannot be done while they are "
+                    "streamed. Fuse the adapter first (mlx_lm.fuse), then load the fused model."
+                )

@@ -1,0 +1,345 @@
+"""MemoryPlan: from a budget in bytes to slots, chunk sizes and limits. The one place that computes
+bytes: it drives the allocation, and the reports quote it.
+
+Works from headers and shapes alone; no weight is read.
+"""
+
+import math
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .config import StreamingConfig, parse_bytes
+from .errors import BudgetError
+from .store.layout import ExpertLayout, TensorSpec
+
+PREFILL_STEPS = (2048, 1024, 512, 256, 128, 64)  # mlx-lm's default first
+# Small buffers, masks, samplers and the like; measured, not derived.
+OVERHEAD_NBYTES = 4 << 20
+# Memory that is left to the system when the plan is made from what is free.
+SYSTEM_SHARE, SYSTEM_NBYTES = 0.1, 2 << 30
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What the plan must know of one MoE layer, besides where its bytes are."""
+
+    top_k: int
+    input_dims: int
+    hidden_dims: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the plan must know of a model; `kv_nbytes` is the KV cache of `context` tokens."""
+
+    backbone_nbytes: int
+    layers: tuple[LayerShape, ...]
+    hidden_size: int
+    num_heads: int
+    vocab_size: int
+    activation_itemsize: int
+    context: int
+    kv_nbytes: int
+    scores_in_memory: bool = False  # the backend writes attention scores out (MLX's CPU)
+
+
+@dataclass(frozen=True)
+class BankPlan:
+    """One slot bank: the layers that share it (by index) and its number of slots."""
+
+    layers: tuple[int, ...]
+    slots: int
+    experts: int
+    expert_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.slots * self.expert_nbytes
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where the memory goes. All sizes in bytes.
+
+    Attributes:
+        backbone: everything that is not a routed expert.
+        banks: the slot banks; `slots` and `slots_nbytes` sum them up.
+        kv_cache: for `context` tokens.
+        activations: at the widest point of a forward of `prefill_step` tokens.
+        overhead: what MLX needs besides.
+        memory: the budget that was asked for, or None.
+        experts_nbytes: all routed experts, as they lie on disk.
+        minimum: the smallest `memory` that works, `useful`: the smallest that holds the experts
+            of one whole token (below it, hardly any expert is still there when it comes again),
+            `full`: everything in memory.
+    """
+
+    backbone: int
+    banks: tuple[BankPlan, ...]
+    kv_cache: int
+    context: int
+    activations: int
+    prefill_step: int
+    overhead: int
+    memory: int | None
+    experts_nbytes: int
+    num_experts: int
+    minimum: int
+    useful: int
+    full: int
+    expert_reads: int
+
+    @property
+    def slots(self) -> int:
+        return sum(b.slots for b in self.banks)
+
+    @property
+    def slots_nbytes(self) -> int:
+        return sum(b.nbytes for b in self.banks)
+
+    @property
+    def total(self) -> int:
+        """What MLX will have allocated at its peak."""
+        return self.backbone + self.slots_nbytes + self.kv_cache + self.activations + self.overhead
+
+    def __str__(self) -> str:
+        share = 100 * self.slots / self.num_experts
+        rows = [
+            ("backbone", self.backbone, "read once, stays"),
+            ("expert slots", self.slots_nbytes,
+             f"{self.slots:,} of {self.num_experts:,} experts ({share:.1f} %)"),
+            ("KV cache", self.kv_cache, f"{self.context:,} tokens"),
+            ("activations", self.activations, f"{self.prefill_step:,} prompt tokens at a time"),
+            ("overhead", self.overhead, ""),
+            ("total", self.total,
+             "" if self.memory is None else f"of {format_bytes(self.memory)} given"),
+        ]  # fmt: skip
+        lines = [f"{n:<14}{format_bytes(b):>10}   {note}".rstrip() for n, b, note in rows]
+        lines.insert(-1, "-" * 24)
+        lines += [
+            "",
+            f"on disk       {format_bytes(self.experts_nbytes):>10}   all routed experts, "
+            f"{self.expert_reads:,} of them for one token",
+            f"smallest      {format_bytes(self.minimum):>10}   works, slowly",
+            f"useful from   {format_bytes(self.useful):>10}   holds one token's experts",
+            f"everything    {format_bytes(self.full):>10}   nothing is read twice",
+        ]
+        return "\n".join(lines)
+
+
+def format_bytes(n: float) -> str:
+    """12.3 GB, 456 MB, 7.8 kB: decimal units, three figures."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if n < 1000 or unit == "TB":
+            return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.3g} {unit}"
+        n /= 1000
+    raise AssertionError
+
+
+def activation_nbytes(shape: ModelShape, tokens: int, context: int) -> int:
+    """An upper estimate of what one forward of `tokens` tokens holds at its widest point.
+
+    The widest point is inside a MoE layer (rows gathered for every routed pair, both hidden maps,
+    their product, the output and its unsorted copy) or inside attention where the backend writes
+    the scores out (MLX on a CPU), beside a handful of hidden states.
+    """
+    size = shape.activation_itemsize
+    pairs = max((x.top_k * (3 * x.input_dims + 3 * x.hidden_dims) for x in shape.layers), default=0)
+    hidden = 12 * shape.hidden_size
+    scores = 2 * shape.num_heads * (context + tokens) if shape.scores_in_memory else 0
+    per_token = (max(pairs, scores) + hidden) * size
+    logits = 4 * shape.vocab_size * max(size, 4)
+    return tokens * per_token + logits
+
+
+def group_layers(layouts: Sequence[ExpertLayout]) -> list[tuple[int, ...]]:
+    """Layers whose experts are made of the same tensors, by index."""
+    groups: dict[tuple[TensorSpec, ...], list[int]] = {}
+    for i, layout in enumerate(layouts):
+        groups.setdefault(layout.tensors, []).append(i)
+    return [tuple(g) for g in groups.values()]
+
+
+def plan_banks(
+    layouts: Sequence[ExpertLayout], slots: int, max_buffer_nbytes: int
+) -> tuple[BankPlan, ...]:
+    """Deal `slots` out to banks: by geometry, in proportion to the experts, none left empty.
+
+    A geometry whose arrays would pass `max_buffer_nbytes` is split into banks of fewer layers.
+
+    Raises:
+        BudgetError: a single slot for each bank is more than `slots`.
+    """
+    groups = group_layers(layouts)
+    total = sum(x.num_experts for x in layouts)
+    slots = min(slots, total)
+    parts: list[tuple[int, ...]] = []
+    for layers in groups:
+        widest = max(t.nbytes for t in layouts[layers[0]].tensors)
+        share = slots * sum(layouts[i].num_experts for i in layers) / total
+        n = min(len(layers), max(1, math.ceil(share * widest / max_buffer_nbytes)))
+        parts += [tuple(p) for p in _split(layers, n)]
+    if slots < len(parts):
+        raise BudgetError(
+            f"{slots} slots are too few: this model needs at least {len(parts)} "
+            f"(one for each of its {len(parts)} kinds of experts)."
+        )
+    experts = [sum(layouts[i].num_experts for i in p) for p in parts]
+    dealt = [max(1, slots * e // total) for e in experts]
+    while sum(dealt) > slots:  # the ones that were rounded up to 1 took too many
+        dealt[dealt.index(max(dealt))] -= 1
+    for i in sorted(range(len(parts)), key=lambda i: dealt[i] / experts[i]):
+        if sum(dealt) < slots and dealt[i] < experts[i]:
+            dealt[i] += min(slots - sum(dealt), experts[i] - dealt[i])
+    return tuple(
+        BankPlan(p, n, e, layouts[p[0]].expert_nbytes)
+        for p, n, e in zip(parts, dealt, experts, strict=True)
+    )
+
+
+def _split(layers: tuple[int, ...], n: int) -> list[tuple[int, ...]]:
+    size, extra = divmod(len(layers), n)
+    out, at = [], 0
+    for i in range(n):
+        end = at + size + (i < extra)
+        out.append(layers[at:end])
+        at = end
+    return out
+
+
+def make_plan(
+    layouts: Sequence[ExpertLayout],
+    shape: ModelShape,
+    config: StreamingConfig,
+    max_buffer_nbytes: int,
+    available_nbytes: int,
+) -> MemoryPlan:
+    """Turn a budget into slots.
+
+    Args:
+        max_buffer_nbytes: the largest array the device takes.
+        available_nbytes: memory that could be had on this machine, for a config without a budget.
+
+    Raises:
+        BudgetError: the budget is too small; the message says what would do.
+    """
+    total = sum(x.num_experts for x in layouts)
+    fewest = len(group_layers(layouts))
+    reads = sum(s.top_k for s in shape.layers)
+    kv, context = shape.kv_nbytes, shape.context
+
+    def fixed(step: int) -> int:
+        rest = activation_nbytes(shape, step, context)
+        return shape.backbone_nbytes + kv + rest + OVERHEAD_NBYTES
+
+    def slots_nbytes(slots: int) -> int:
+        return sum(b.nbytes for b in plan_banks(layouts, slots, max_buffer_nbytes))
+
+    steps = [config.prefill_step] if config.prefill_step else list(PREFILL_STEPS)
+    memory = None if config.memory is None else parse_bytes(config.memory)
+    if config.slots is not None:
+        step = steps[0]
+        slots = config.slots
+        slots = max(fewest, round(slots * total)) if isinstance(slots, float) else slots
+    else:
+        room = memory
+        if room is None:
+            room = available_nbytes - max(SYSTEM_NBYTES, int(SYSTEM_SHARE * available_nbytes))
+        # The widest prefill whose activations take no more than a quarter of what is not backbone.
+        free = room - shape.backbone_nbytes - kv
+        step = next(
+            (s for s in steps if activation_nbytes(shape, s, context) <= free / 4), steps[-1]
+        )
+        slots = _most_slots(slots_nbytes, room - fixed(step), fewest, total)
+        if slots < fewest:
+            least = fixed(steps[-1]) + slots_nbytes(fewest)
+            raise BudgetError(
+                (
+                    f"memory={config.memory!r} is too small"
+                    if memory is not None
+                    else f"about {format_bytes(max(room, 0))} can be used on this machine"
+                )
+                + f": this model needs at least {format_bytes(least)} "
+                f"({format_bytes(shape.backbone_nbytes)} of it backbone) "
+                f"for a context of {context} tokens."
+            )
+    banks = plan_banks(layouts, slots, max_buffer_nbytes)
+    return MemoryPlan(
+        backbone=shape.backbone_nbytes,
+        banks=banks,
+        kv_cache=kv,
+        context=context,
+        activations=activation_nbytes(shape, step, context),
+        prefill_step=step,
+        overhead=OVERHEAD_NBYTES,
+        memory=memory,
+        experts_nbytes=sum(x.nbytes for x in layouts),
+        num_experts=total,
+        minimum=fixed(steps[-1]) + slots_nbytes(fewest),
+        useful=fixed(steps[-1]) + slots_nbytes(max(fewest, reads)),
+        full=fixed(steps[0]) + slots_nbytes(total),
+        expert_reads=reads,
+    )
+
+
+def _most_slots(nbytes_of, room: int, fewest: int, total: int) -> int:  # type: ignore[no-untyped-def]
+    """The most slots that fit into `room` bytes, or fewer than `fewest` if none do."""
+    low, high = fewest - 1, total
+    while low < high:
+        middle = (low + high + 1) // 2
+        if nbytes_of(middle) <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+# ---- what the machine has ------------------------------------------------------------------------
+
+
+def available_memory() -> int:
+    """Bytes that could be allocated now without swapping.
+
+    macOS: free, purgeable and file-backed pages (`vm_stat`); `kern.memorystatus_level` counts what
+    would have to be compressed. Linux: MemAvailable, within the cgroup's limit.
+    """
+    if platform.system() == "Darwin":
+        text = subprocess.run(["vm_stat"], capture_output=True, text=True, check=True).stdout
+        return parse_vm_stat(text)
+    with open("/proc/meminfo") as f:
+        available = parse_meminfo(f.read())
+    limit = _cgroup_room()
+    return available if limit is None else min(available, limit)
+
+
+def parse_meminfo(text: str) -> int:
+    """MemAvailable of /proc/meminfo, in bytes."""
+    return int(re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)[1]) * 1024  # type: ignore[index]
+
+
+def parse_vm_stat(text: str) -> int:
+    """Reclaimable bytes from the output of macOS' `vm_stat`."""
+    page = int(re.search(r"page size of (\d+) bytes", text)[1])  # type: ignore[index]
+
+    def pages(name: str) -> int:
+        match = re.search(rf"^{name}:\s+(\d+)", text, re.MULTILINE)
+        return int(match[1]) if match else 0
+
+    names = ("Pages free", "Pages speculative", "Pages purgeable", "File-backed pages")
+    return page * sum(map(pages, names))
+
+
+def _cgroup_room(root: str = "/sys/fs/cgroup") -> int | None:
+    """Bytes left under a cgroup v2 memory limit, or None without one."""
+    try:
+        with open(os.path.join(root, "memory.max")) as f:
+            limit = f.read().strip()
+        with open(os.path.join(root, "memory.current")) as f:
+            used = int(f.read())
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit) - used

@@ -1,0 +1,435 @@
+"""A model without its experts: mlx-lm's own model, built and filled lazily, its routed experts left
+on disk and mapped.
+
+How an expert tensor of the model is found in the checkpoint needs no table of names: mlx-lm's own
+`sanitize` is run on the lazy arrays, and each array is followed by identity, through renaming and
+through `mx.stack`. What `sanitize` computes anew cannot be streamed as it is, and is refused.
+"""
+
+import contextlib
+import importlib.util
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear, SwitchMLP
+from mlx_lm.utils import _get_classes, load_config, load_model
+
+from .cache.bank import MX_DTYPES
+from .errors import CheckpointError, UnsupportedModelError
+from .layers.switch import Projection
+from .plan import LayerShape, ModelShape
+from .store.layout import ExpertLayout, layout_from_checkpoint
+from .store.safetensors import Checkpoint
+
+PROJECTIONS = {SwitchGLU: ("gate_proj", "up_proj", "down_proj"), SwitchMLP: ("fc1", "fc2")}
+KINDS = ("weight", "scales", "biases", "bias", "global_scale")
+CONVERT = "Convert it first: mlx_lm.convert --hf-path MODEL --mlx-path NEW -q, then load NEW."
+
+
+@dataclass
+class Switch:
+    """One routed-expert module of the model, without its weights."""
+
+    path: str
+    module: nn.Module
+    linears: dict[str, SwitchLinear]  # unquantised and never evaluated: for their shapes
+    arrays: dict[tuple[str, str], mx.array] = field(default_factory=dict)
+    names: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    layout: ExpertLayout | None = None
+    projections: dict[str, Projection] = field(default_factory=dict)
+
+    @property
+    def is_glu(self) -> bool:
+        return isinstance(self.module, SwitchGLU)
+
+    @property
+    def num_experts(self) -> int:
+        return int(next(iter(self.linears.values())).num_experts)
+
+
+@dataclass
+class Skeleton:
+    """A lazily loaded model whose switch modules are empty, and what is known of them."""
+
+    model: nn.Module
+    config: dict[str, Any]
+    switches: list[Switch]
+
+    @property
+    def layouts(self) -> list[ExpertLayout]:
+        return [s.layout for s in self.switches if s.layout is not None]
+
+
+# ---- building ------------------------------------------------------------------------------------
+
+
+def build_skeleton(
+    folder: Path,
+    checkpoint: Checkpoint,
+    model_config: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> Skeleton:
+    """Build the model of `folder` with mlx-lm's loader; no weight is read.
+
+    Raises:
+        UnsupportedModelError: dense, routed in a way of its own, or in a layout to be converted.
+        CheckpointError: tensors are missing or of wrong shape or dtype.
+    """
+    switches: list[Switch] = []
+    hook = _model_classes(folder, switches, trust_remote_code)
+    try:
+        model, config = load_model(
+            folder,
+            lazy=True,
+            # A custom model file is imported by the hook, so that experts are kept out there too.
+            model_config={**(model_config or {}), "model_file": None},
+            get_model_classes=hook,
+        )
+    except FileNotFoundError as e:
+        raise CheckpointError(f"{folder}: {e}") from e
+    except KeyError as e:
+        raise CheckpointError(f"{folder}: tensor or config entry {e} is missing.") from e
+    except ValueError as e:
+        raise _explained(e, folder) from e
+    model.__class__ = type(model).__bases__[0]  # from here on an ordinary mlx-lm model
+    if not switches:
+        raise UnsupportedModelError(_why_not_streamed(folder, config))
+    for switch in switches:
+        _resolve(switch, checkpoint, config)
+    return Skeleton(model, config, switches)
+
+
+def _model_classes(folder: Path, switches: list[Switch], trust_remote_code: bool):  # type: ignore[no-untyped-def]
+    """mlx-lm's `get_model_classes`, for a model class that keeps its experts out."""
+
+    def get_model_classes(config: dict[str, Any]) -> tuple[type, type]:
+        model_file = _model_file(folder)
+        if model_file is None:
+            model_class, args_class = _get_classes(config)
+        elif not trust_remote_code:
+            raise UnsupportedModelError(
+                f"{folder} brings its own model code ({model_file}), which would run on this "
+                "machine. Pass trust_remote_code=True if you trust it."
+            )
+        else:
+            module = _import_file(folder / model_file)
+            model_class, args_class = module.Model, module.ModelArgs
+
+        class Streamed(model_class):  # type: ignore[misc, valid-type]
+            def __init__(self, args: Any):
+                super().__init__(args)
+                switches.extend(_empty_switches(self))
+
+            def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+                originals = dict(weights)  # keeps the arrays, and so their ids, alive
+                with _recorded_stacks({id(a): n for n, a in originals.items()}) as names:
+                    if hasattr(super(), "sanitize"):
+                        weights = super().sanitize(weights)
+                    return _take_experts(weights, switches, names, folder)
+
+        return Streamed, args_class
+
+    return get_model_classes
+
+
+def _model_file(folder: Path) -> str | None:
+    name = load_config(folder).get("model_file")
+    if name is not None and (not isinstance(name, str) or Path(name).name != name):
+        raise CheckpointError(f"{folder}/config.json: model_file {name!r} is not a plain file name")
+    return name
+
+
+def _import_file(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("custom_model", path)
+    if spec is None or spec.loader is None:
+        raise CheckpointError(f"{path} cannot be imported as a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _empty_switches(model: nn.Module) -> list[Switch]:
+    """Take the projections out of every switch module, before anything is allocated."""
+    found = []
+    for path, m in model.named_modules():
+        kind = next((k for k in PROJECTIONS if isinstance(m, k)), None)
+        if kind is None:
+            continue
+        if type(m).__call__ is not kind.__call__:
+            raise UnsupportedModelError(
+                f"{path} is a {type(m).__name__} with a forward of its own; it cannot be streamed. "
+                "Load it with mlx_lm.load, or report the model."
+            )
+        linears = {name: m.pop(name) for name in PROJECTIONS[kind]}
+        found.append(Switch(path, m, linears))
+    return found
+
+
+_stack_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _recorded_stacks(names: dict[int, str]) -> Iterator[dict[int, list[str]]]:
+    """While active: array id -> the checkpoint tensors it consists of, [name] or E names."""
+    known = {i: [n] for i, n in names.items()}
+    alive = []
+    stack = mx.stack
+
+    def recording(arrays: list[mx.array], axis: int = 0, **kwargs: Any) -> mx.array:
+        out = stack(arrays, axis, **kwargs)
+        parts = [names.get(id(a)) for a in arrays]
+        if axis == 0 and None not in parts:
+            known[id(out)] = parts  # type: ignore[assignment]
+            alive.append(out)
+        return out
+
+    with _stack_lock:
+        mx.stack = recording  # type: ignore[assignment]
+        try:
+            yield known
+        finally:
+            mx.stack = stack
+
+
+def _take_experts(
+    weights: dict[str, mx.array],
+    switches: list[Switch],
+    names: dict[int, list[str]],
+    folder: Path,
+) -> dict[str, mx.array]:
+    """Move the expert tensors from `weights` to their switches; returns the rest."""
+    wanted = {
+        f"{s.path}.{projection}.{kind}": (s, projection, kind)
+        for s in switches
+        for projection in s.linears
+        for kind in KINDS
+    }
+    rest = {}
+    for name, array in weights.items():
+        if name not in wanted:
+            rest[name] = array
+            continue
+        switch, projection, kind = wanted[name]
+        if id(array) not in names:
+            raise UnsupportedModelError(
+                f"{folder}: the experts of {switch.path} are stored in another layout (fused, "
+                f"transposed or in a format that mlx-lm unpacks as it loads). {CONVERT}"
+            )
+        switch.arrays[projection, kind] = array
+        switch.names[projection, kind] = names[id(array)]
+    return rest
+
+
+def _explained(error: ValueError, folder: Path) -> Exception:
+    if isinstance(error, (UnsupportedModelError, CheckpointError)):
+        return error
+    text = str(error)
+    if text.startswith("Model type"):
+        return UnsupportedModelError(f"{folder}: {text} This mlx-lm knows no such architecture.")
+    return CheckpointError(f"{folder}: {text}")
+
+
+def _why_not_streamed(folder: Path, config: dict[str, Any]) -> str:
+    kind = config.get("model_type")
+    text = config.get("text_config") or config
+    if any("expert" in k for k, v in text.items() if v) or kind == "dbrx" or "ffn_config" in text:
+        return (
+            f"{folder}: {kind} routes its experts in its own code, not through mlx-lm's switch "
+            "layers, and cannot be streamed. Use mlx_lm.load."
+        )
+    return f"{folder}: {kind} is a dense model: it has no experts to stream. Use mlx_lm.load."
+
+
+# ---- checking the experts ------------------------------------------------------------------------
+
+
+def _resolve(switch: Switch, checkpoint: Checkpoint, config: dict[str, Any]) -> None:
+    """Find the quantisation and the place of a switch's experts, and check that they fit."""
+    for name, linear in switch.linears.items():
+        switch.projections[name] = _projection(switch, name, linear, config, checkpoint.folder)
+    order = [(p, k) for p in switch.linears for k in KINDS if (p, k) in switch.names]
+    switch.layout = layout_from_checkpoint(
+        checkpoint, switch.path, switch.num_experts, {key: switch.names[key] for key in order}
+    )
+    for t in switch.layout.tensors:
+        array = switch.arrays[t.projection, t.kind]
+        where = f"{checkpoint.folder}: tensor {switch.names[t.projection, t.kind][0]!r}"
+        if t.dtype not in MX_DTYPES:
+            raise UnsupportedModelError(
+                f"{where} is {t.dtype}, which cannot be streamed. {CONVERT}"
+            )
+        if (MX_DTYPES[t.dtype], (switch.num_experts, *t.shape)) != (array.dtype, array.shape):
+            raise CheckpointError(f"{where} is not what mlx-lm would load ({array.dtype})")
+    switch.arrays.clear()  # the lazy arrays keep the files open
+
+
+def _projection(
+    switch: Switch, name: str, linear: SwitchLinear, config: dict[str, Any], folder: Path
+) -> Projection:
+    """How mlx-lm would quantise this projection (`mlx_lm.utils.load_model`), checked by shape."""
+    path = f"{switch.path}.{name}"
+    arrays = {k: a for (p, k), a in switch.arrays.items() if p == name}
+    if "weight" not in arrays:
+        raise CheckpointError(f"{folder}: tensor '{path}.weight' is missing.")
+
+    def expect(kind: str, *shape: int) -> None:
+        if arrays[kind].shape != shape:
+            raise CheckpointError(
+                f"{folder}: tensor '{path}.{kind}' has shape {arrays[kind].shape}, "
+                f"the model needs {shape}."
+            )
+
+    E, O, I = linear.num_experts, linear.output_dims, linear.input_dims  # noqa: E741
+    if arrays["weight"].shape[0] != E:
+        raise CheckpointError(
+            f"{folder}: '{path}.weight' holds {arrays['weight'].shape[0]} experts, "
+            f"the config says {E}."
+        )
+    if ("bias" in linear) != ("bias" in arrays):
+        state = "is missing" if "bias" in linear else "is there, but the model has no such bias"
+        raise CheckpointError(f"{folder}: tensor '{path}.bias' {state}.")
+    if "bias" in arrays:
+        expect("bias", E, O)
+    if "scales" not in arrays:
+        expect("weight", E, O, I)
+        if not mx.issubdtype(arrays["weight"].dtype, mx.floating):
+            raise CheckpointError(f"{folder}: tensor '{path}.scales' is missing.")
+        return Projection(name)
+    listed = (config.get("quantization") or {}).get(path)
+    group_size = I // max(arrays["scales"].shape[-1], 1)
+    bits = arrays["weight"].shape[-1] * 32 // I
+    if isinstance(listed, dict):
+        mode = listed.get("mode", "affine")
+    elif arrays["scales"].dtype != mx.uint8:
+        mode = "affine"
+    else:
+        mode = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}.get((bits, group_size), "")
+    said = {**listed} if isinstance(listed, dict) else {}
+    if (
+        arrays["weight"].dtype != mx.uint32
+        or not mode
+        or said.get("bits", bits) != bits
+        or said.get("group_size", group_size) != group_size
+    ):
+        raise CheckpointError(
+            f"{folder}: '{path}' looks like {bits} bits in groups of {group_size}, stored as "
+            f"{arrays['weight'].dtype}, which does not fit its config ({listed})."
+        )
+    expect("weight", E, O, I * bits // 32)
+    expect("scales", E, O, I // group_size)
+    if (mode == "affine") != ("biases" in arrays):
+        state = "is missing" if mode == "affine" else f"is there, but {mode} has none"
+        raise CheckpointError(f"{folder}: tensor '{path}.biases' {state}.")
+    if mode == "affine":
+        expect("biases", E, O, I // group_size)
+    if "global_scale" in arrays:
+        expect("global_scale", E)
+    return Projection(name, group_size, bits, mode)
+
+
+# ---- shapes that only the model knows ------------------------------------------------------------
+
+
+class _Probe(nn.Module):
+    """Stands where experts will be and notes the number of experts a token is sent to."""
+
+    def __init__(self, switch: Switch):
+        super().__init__()
+        self.top_k = 0
+        for name, child in switch.module.items():
+            self[name] = child
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        self.top_k = indices.shape[-1]
+        return mx.zeros((*indices.shape, x.shape[-1]), x.dtype)
+
+
+def measure_shape(skeleton: Skeleton, context: int | None) -> ModelShape:
+    """Top-k of every layer and the size of the KV cache, by building (not running) one forward.
+
+    Args:
+        context: tokens in the KV cache; None for 4096 or what the model was made for.
+    """
+    model, config = skeleton.model, skeleton.config
+    probes = [_Probe(s) for s in skeleton.switches]
+    for s, probe in zip(skeleton.switches, probes, strict=True):
+        replace_module(model, s.path, probe)
+    text = config.get("text_config") or config
+    if context is None:
+        context = min(4096, int(text.get("max_position_embeddings") or 4096))
+    kv_nbytes = 0
+    itemsize = 2
+    try:
+        cache = make_prompt_cache(model)
+        logits = model(mx.zeros((1, 1), mx.int32), cache=cache)
+        itemsize = logits.dtype.size
+        kv_nbytes = sum(_cache_nbytes(c, context) for c in cache)
+    except Exception:  # a forward that this backend cannot even build: plan without it
+        pass
+    finally:
+        for s in skeleton.switches:
+            replace_module(model, s.path, s.module)
+    layers = tuple(
+        LayerShape(
+            probe.top_k or int(text.get("num_experts_per_tok") or 1),
+            next(iter(s.linears.values())).input_dims,
+            next(iter(s.linears.values())).output_dims,
+        )
+        for s, probe in zip(skeleton.switches, probes, strict=True)
+    )
+    return ModelShape(
+        backbone_nbytes=sum(a.nbytes for _, a in tree_flatten(model) if isinstance(a, mx.array)),
+        layers=layers,
+        hidden_size=int(text.get("hidden_size") or layers[0].input_dims),
+        num_heads=int(text.get("num_attention_heads") or 1),
+        vocab_size=int(text.get("vocab_size") or 0),
+        activation_itemsize=itemsize,
+        context=context,
+        kv_nbytes=kv_nbytes,
+        scores_in_memory=mx.default_device() == mx.cpu,
+    )
+
+
+def _cache_nbytes(cache: Any, context: int) -> int:
+    """Bytes of one layer's cache after `context` tokens, from its state after one."""
+    if isinstance(cache, CacheList):
+        return sum(_cache_nbytes(c, context) for c in cache.caches)
+    arrays = [a for _, a in tree_flatten(vars(cache)) if isinstance(a, mx.array)]
+    nbytes = sum(a.nbytes for a in arrays)
+    if isinstance(cache, ArraysCache):
+        return nbytes  # a state of fixed size
+    if isinstance(cache, RotatingKVCache):
+        context = min(context, cache.max_size)
+    if isinstance(cache, ChunkedKVCache):
+        context = min(context, cache.chunk_size)
+    step = getattr(cache, "step", 1) if isinstance(cache, (KVCache, RotatingKVCache)) else 1
+    grown = max((a.shape[2] for a in arrays if a.ndim == 4), default=1)
+    return nbytes * -(-context // step) * step // grown
+
+
+def replace_module(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Put `module` at `path` ("model.layers.3.mlp.switch_mlp") of `model`."""
+    *parents, last = path.split(".")
+    parent: Any = model
+    for key in parents:
+        parent = parent[int(key)] if isinstance(parent, list) else parent[key]
+    parent[last] = module
+
+
+def other_children(switch: Switch) -> dict[str, Any]:
+    """Children that a model hung on its switch module (muse_spark's post_expert_norm)."""
+    return {k: v for k, v in switch.module.items() if k != "activation"}

@@ -1,0 +1,117 @@
+"""Counters of a streamed model, as a dataclass that prints itself."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .cache.experts import LayerStats, SharedExpertCache
+from .errors import UnsupportedModelError
+from .plan import MemoryPlan, format_bytes
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """What a streamed model carries besides its modules."""
+
+    cache: SharedExpertCache
+    plan: MemoryPlan
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters since the model was loaded.
+
+    Attributes:
+        hits, misses: distinct experts that a call of a layer needed and found, or had to read.
+            Layers that hold all their experts look nothing up.
+        evictions: experts that made room for others.
+        bytes_read, reads: what came from the files, and in how many system calls.
+        wait_seconds: time in which the model waited for reads.
+        waves: groups of experts that were worked through; more than `calls` if slots ran short.
+        resident_calls: layer calls that needed no look at the routing.
+        peak_memory: most bytes that MLX held, of all it did in this process.
+        layers: the counters of each MoE layer.
+    """
+
+    hits: int
+    misses: int
+    evictions: int
+    bytes_read: int
+    reads: int
+    wait_seconds: float
+    calls: int
+    waves: int
+    resident_calls: int
+    direct: bool
+    peak_memory: int
+    plan: MemoryPlan
+    layers: tuple[LayerStats, ...]
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of lookups that found their expert in memory; 1.0 if there was none."""
+        lookups = self.hits + self.misses
+        return self.hits / lookups if lookups else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        out = asdict(self)
+        out["hit_rate"] = self.hit_rate
+        out["plan"]["total"] = self.plan.total
+        return out
+
+    def __str__(self) -> str:
+        n = self.plan.num_experts
+        lines = [
+            f"experts in slots  {self.plan.slots:,} of {n:,} ({100 * self.plan.slots / n:.1f} %)",
+            f"hits / misses     {self.hits:,} / {self.misses:,} ({100 * self.hit_rate:.1f} % hits)",
+            f"evictions         {self.evictions:,}",
+            f"read              {format_bytes(self.bytes_read)} in {self.reads:,} reads"
+            + (" past the page cache" if self.direct else ""),
+            f"waited for reads  {self.wait_seconds:.2f} s",
+            f"layer calls       {self.calls:,} by routing ({self.waves:,} waves), "
+            f"{self.resident_calls:,} without",
+            f"peak memory       {format_bytes(self.peak_memory)} "
+            f"(plan {format_bytes(self.plan.total)})",
+        ]
+        return "\n".join(lines)
+
+
+def streaming_of(model: nn.Module) -> Streaming:
+    """The streaming part of a model that `smoe_mlx.load` made.
+
+    Raises:
+        UnsupportedModelError: the model is not streamed.
+    """
+    streaming: Streaming | None = getattr(model, "_streaming", None)
+    if streaming is None:
+        raise UnsupportedModelError("this model was not loaded by smoe_mlx.load")
+    return streaming
+
+
+def stats(model: nn.Module) -> Stats:
+    """The counters of a model that `smoe_mlx.load` made.
+
+    Raises:
+        UnsupportedModelError: the model is not streamed.
+    """
+    streaming = streaming_of(model)
+    cache, reader = streaming.cache, streaming.cache.reader
+    layers = tuple(LayerStats(**asdict(x)) for x in cache.stats.layers)
+    return Stats(
+        hits=cache.stats.hits,
+        misses=cache.stats.misses,
+        evictions=cache.stats.evictions,
+        bytes_read=reader.stats.bytes,
+        reads=reader.stats.reads,
+        wait_seconds=reader.stats.wait_seconds,
+        calls=sum(x.calls for x in layers),
+        waves=sum(x.waves for x in layers),
+        resident_calls=sum(x.resident_calls for x in layers),
+        direct=reader.direct,
+        peak_memory=mx.get_peak_memory(),
+        plan=streaming.plan,
+        layers=layers,
+    )

@@ -1,0 +1,1 @@
+"""Expert bytes on disk. Knows files, offsets and threads; imports no MLX and knows no model."""

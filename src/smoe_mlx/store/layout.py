@@ -1,0 +1,126 @@
+"""Where the bytes of every expert lie.
+
+An `ExpertLayout` answers, for one layer: expert e consists of these tensors, and the bytes of each
+are in that file at that offset. It serves stacked checkpoints (one tensor of all experts, sliced),
+per-expert checkpoints (a tensor an expert) and vaults alike.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..errors import CheckpointError
+from .safetensors import Checkpoint, TensorInfo
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of one expert, e.g. `up_proj.scales`: dtype by its safetensors name."""
+
+    projection: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.projection}.{self.kind}"
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """The experts of one layer on disk.
+
+    Attributes:
+        path: the switch module's path in the model, e.g. `model.layers.3.mlp.switch_mlp`.
+        num_experts: E.
+        tensors: what one expert is made of. Layers with equal `tensors` can share a slot bank.
+        file_ids: [len(tensors), E] index into the reader's files.
+        offsets: [len(tensors), E] bytes from the start of that file.
+    """
+
+    path: str
+    num_experts: int
+    tensors: tuple[TensorSpec, ...]
+    file_ids: np.ndarray = field(repr=False, compare=False)
+    offsets: np.ndarray = field(repr=False, compare=False)
+
+    @property
+    def expert_nbytes(self) -> int:
+        """Bytes of one expert."""
+        return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all experts of the layer."""
+        return self.num_experts * self.expert_nbytes
+
+
+def layout_from_checkpoint(
+    checkpoint: Checkpoint,
+    path: str,
+    num_experts: int,
+    sources: dict[tuple[str, str], Sequence[str]],
+) -> ExpertLayout:
+    """The layout of one layer, from the names of the tensors that hold its experts.
+
+    Args:
+        sources: (projection, kind) -> one name of a stacked tensor [E, ...], or E names of one
+            tensor an expert.
+
+    Raises:
+        CheckpointError: tensors are missing, of different shapes, or held by two files.
+    """
+    specs, file_ids, offsets = [], [], []
+    for (projection, kind), names in sources.items():
+        found = [_find(checkpoint, path, name) for name in names]
+        first = found[0][1]
+        if len(names) == 1:  # stacked
+            if not first.shape or first.shape[0] != num_experts:
+                raise CheckpointError(
+                    f"{_file(checkpoint, names[0])}: tensor {names[0]!r} has shape {first.shape}, "
+                    f"but {path} has {num_experts} experts."
+                )
+            shape, nbytes = first.shape[1:], first.nbytes // num_experts
+            starts = [first.offset + e * nbytes for e in range(num_experts)]
+            ids = [found[0][0]] * num_experts
+        else:
+            if len(names) != num_experts:
+                raise CheckpointError(
+                    f"{checkpoint.folder}: {path} has {num_experts} experts, but the checkpoint "
+                    f"holds {len(names)} tensors like {names[0]!r}."
+                )
+            for name, (_, info) in zip(names, found, strict=True):
+                if (info.dtype, info.shape) != (first.dtype, first.shape):
+                    raise CheckpointError(
+                        f"{_file(checkpoint, name)}: tensor {name!r} is {info.dtype} {info.shape}, "
+                        f"but {names[0]!r} is {first.dtype} {first.shape}."
+                    )
+            shape, nbytes = first.shape, first.nbytes
+            starts = [info.offset for _, info in found]
+            ids = [i for i, _ in found]
+        specs.append(TensorSpec(projection, kind, first.dtype, tuple(shape), nbytes))
+        file_ids.append(ids)
+        offsets.append(starts)
+    return ExpertLayout(
+        path,
+        num_experts,
+        tuple(specs),
+        np.array(file_ids, np.int32),
+        np.array(offsets, np.int64),
+    )
+
+
+def _file(checkpoint: Checkpoint, name: str) -> object:
+    return checkpoint.files[checkpoint.tensors[name][0]].path
+
+
+def _find(checkpoint: Checkpoint, path: str, name: str) -> tuple[int, TensorInfo]:
+    if name not in checkpoint.tensors:
+        raise CheckpointError(f"{checkpoint.folder}: tensor {name!r} of {path} is missing.")
+    if name in checkpoint.repeated:
+        a, b = checkpoint.repeated[name]
+        raise CheckpointError(f"tensor {name!r} of {path} is both in {a} and in {b}: remove one.")
+    return checkpoint.tensors[name]

@@ -1,0 +1,245 @@
+"""Headers and byte ranges of safetensors files.
+
+Knows the file format (8-byte little-endian header length, JSON header, data) and checks it as a
+stranger's file deserves. It knows nothing of experts, models or MLX. The bulk of a file is never
+mapped or read by opening it.
+"""
+
+import json
+import math
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointChangedError, CheckpointError
+
+# The format's own bound on the header (safetensors' MAX_HEADER_SIZE).
+MAX_HEADER_NBYTES = 100_000_000
+
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
+    "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies: `offset` is from the start of the file, in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What tells one state of a file from another."""
+
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, stat: os.stat_result) -> "Fingerprint":
+        return cls(stat.st_size, stat.st_mtime_ns)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        names = [k for k, _ in pairs]
+        raise ValueError(f"{next(k for k in names if names.count(k) > 1)!r} is named twice")
+    return out
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+class SafetensorsMmap:
+    """The header index of one safetensors file, and read-only views of its tensors' bytes.
+
+    The file stays open, so that later reads see the file that was checked. Close it with `close()`
+    or use it as a context manager.
+
+    Raises:
+        CheckpointError: not a safetensors file, or truncated, overlapping or inconsistent.
+        FileNotFoundError: there is no such file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self._map: mmap.mmap | None = None
+        self._fd = os.open(self.path, os.O_RDONLY)
+        try:
+            self.fingerprint = Fingerprint.of(os.fstat(self._fd))
+            self.tensors, self.metadata = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def _bad(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {why}. Download or convert this file again.")
+
+    def _read_header(self) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+        size = self.fingerprint.size
+        start = os.pread(self._fd, 8, 0)
+        if len(start) < 8:
+            raise self._bad(f"not a safetensors file ({size} bytes)")
+        if start.startswith(b"version "):
+            raise CheckpointError(
+                f"{self.path}: this is a Git LFS pointer, not the weights. Run `git lfs pull`."
+            )
+        length = int.from_bytes(start, "little")
+        if length > MAX_HEADER_NBYTES:
+            raise self._bad(f"not a safetensors file (its header would be {length} bytes long)")
+        if 8 + length > size:
+            raise self._bad(f"truncated: {size} bytes, but the header alone ends at {8 + length}")
+        try:
+            header = json.loads(
+                os.pread(self._fd, length, 8).decode("utf-8"), object_pairs_hook=_no_duplicates
+            )
+        except (ValueError, RecursionError) as e:
+            raise self._bad(f"its header is not valid JSON ({e})") from None
+        if not isinstance(header, dict):
+            raise self._bad("its header is not a JSON object")
+        metadata = header.pop("__metadata__", None) or {}
+        if not isinstance(metadata, dict):
+            raise self._bad("its __metadata__ is not a JSON object")
+        tensors = {name: self._tensor(name, e, 8 + length) for name, e in header.items()}
+        end, last = 8 + length, "the header"
+        for name, t in sorted(tensors.items(), key=lambda kv: (kv[1].offset, kv[1].nbytes)):
+            if t.nbytes and t.offset < end:
+                raise self._bad(f"tensor {name!r} overlaps {last}")
+            if t.nbytes:
+                end, last = t.offset + t.nbytes, f"tensor {name!r}"
+        return tensors, metadata
+
+    def _tensor(self, name: str, entry: Any, data_start: int) -> TensorInfo:
+        if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
+            raise self._bad(f"tensor {name!r} has no dtype, shape or data_offsets")
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+            raise self._bad(f"tensor {name!r} has the unknown dtype {dtype!r}")
+        if not (isinstance(shape, list) and all(map(_is_size, shape))):
+            raise self._bad(f"tensor {name!r} has the impossible shape {shape!r}")
+        if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(_is_size, offsets))):
+            raise self._bad(f"tensor {name!r} has impossible data_offsets {offsets!r}")
+        begin, end = offsets
+        bits = math.prod(shape) * DTYPE_BITS[dtype]
+        if end - begin != bits // 8 or bits % 8:
+            raise self._bad(
+                f"tensor {name!r} is {dtype} {tuple(shape)}, which is {bits / 8:g} bytes, "
+                f"but its data_offsets span {end - begin}"
+            )
+        if data_start + end > self.fingerprint.size:
+            raise self._bad(
+                f"truncated: tensor {name!r} ends at byte {data_start + end}, "
+                f"the file has {self.fingerprint.size}"
+            )
+        return TensorInfo(dtype, tuple(shape), data_start + begin, end - begin)
+
+    def fileno(self) -> int:
+        """The descriptor of the open file."""
+        return self._fd
+
+    def check_unchanged(self) -> None:
+        """Raise `CheckpointChangedError` if the file is not the one that was opened."""
+        stat = os.fstat(self._fd)
+        if stat.st_nlink == 0:
+            raise CheckpointChangedError(
+                f"{self.path} was removed or replaced after it was loaded. Load the model again."
+            )
+        if Fingerprint.of(stat) != self.fingerprint:
+            raise CheckpointChangedError(
+                f"{self.path} was changed after it was loaded. Load the model again."
+            )
+
+    def byte_range(self, offset: int, nbytes: int) -> memoryview:
+        """A read-only view of `nbytes` bytes at `offset` (from the start of the file), by mmap."""
+        if not (offset >= 0 and nbytes >= 0 and offset + nbytes <= self.fingerprint.size):
+            raise ValueError(f"{self.path}: bytes {offset}..{offset + nbytes} are outside the file")
+        if self._map is None:
+            self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
+        return memoryview(self._map)[offset : offset + nbytes]
+
+    def tensor_bytes(self, name: str) -> memoryview:
+        """A read-only view of the bytes of tensor `name`."""
+        t = self.tensors[name]
+        return self.byte_range(t.offset, t.nbytes)
+
+    def close(self) -> None:
+        """Close the file. Views that were handed out stay valid: they keep the mapping alive."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._map = None
+
+    def __enter__(self) -> "SafetensorsMmap":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            self.close()
+
+
+class Checkpoint:
+    """All `model*.safetensors` files of a folder (those that mlx-lm loads), as one index.
+
+    Attributes:
+        files: the opened files, by name.
+        tensors: tensor name -> (index of its file in `files`, where it lies).
+        repeated: tensor name -> the two files that both hold it.
+
+    Raises:
+        CheckpointError: no weights, a shard that the index file names is missing, a bad file.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.folder = Path(folder)
+        self.files: list[SafetensorsMmap] = []
+        self.tensors: dict[str, tuple[int, TensorInfo]] = {}
+        self.repeated: dict[str, tuple[Path, Path]] = {}
+        paths = sorted(self.folder.glob("model*.safetensors"))
+        self._check_index(paths)
+        if not paths:
+            raise CheckpointError(f"{self.folder}: no model*.safetensors file in this folder.")
+        try:
+            for path in paths:
+                file = SafetensorsMmap(path)
+                self.files.append(file)
+                for name, info in file.tensors.items():
+                    if name in self.tensors:
+                        first = self.files[self.tensors[name][0]].path
+                        self.repeated[name] = (first, file.path)
+                    self.tensors[name] = (len(self.files) - 1, info)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_index(self, paths: list[Path]) -> None:
+        index = self.folder / "model.safetensors.index.json"
+        if not index.exists():
+            return
+        try:
+            weight_map = json.loads(index.read_text())["weight_map"]
+            shards = sorted(set(weight_map.values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise CheckpointError(f"{index}: not a shard index ({e!r}).") from None
+        here = {p.name for p in paths}
+        if missing := [s for s in shards if s not in here]:
+            raise CheckpointError(
+                f"{self.folder}: shard {missing[0]!r} is missing "
+                f"({len(missing)} of {len(shards)} that {index.name} names). Download it again."
+            )
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
