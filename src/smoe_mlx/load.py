@@ -57,27 +57,42 @@ def load(
     """
     config = _streaming_config(memory, slots, config)
     folder = find_model(path_or_repo, revision)
+    model, config_of_model = load_model(
+        folder, lazy, model_config, trust_remote_code, config, adapter_path
+    )
+    tokenizer = load_tokenizer(
+        folder, tokenizer_config, eos_token_ids=config_of_model.get("eos_token_id")
+    )
+    if return_config:
+        return model, tokenizer, config_of_model
+    return model, tokenizer
+
+
+def load_model(
+    folder: Path,
+    lazy: bool = False,
+    model_config: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    config: StreamingConfig | None = None,
+    adapter_path: str | None = None,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """`load` without the tokenizer, from a local folder. Returns (model, its config)."""
+    config = config or StreamingConfig()
     checkpoint = _open(folder)
     try:
         skeleton = build_skeleton(folder, checkpoint, model_config, trust_remote_code)
-        plan = _plan(skeleton, config)
         model = skeleton.model
-        model._streaming = _install(skeleton, checkpoint, plan, config)
-        if not lazy:
-            mx.eval(model)  # not only its parameters: some models keep lazy constants besides
+        model._streaming = _install(skeleton, checkpoint, _plan(skeleton, config), config)
         if adapter_path is not None:
             _check_adapter(Path(adapter_path), skeleton)
             model = load_adapters(model, adapter_path)
             model.eval()
-        tokenizer = load_tokenizer(
-            folder, tokenizer_config, eos_token_ids=skeleton.config.get("eos_token_id")
-        )
+        if not lazy:
+            mx.eval(model)  # not only its parameters: some models keep lazy constants besides
     except BaseException:
         checkpoint.close()
         raise
-    if return_config:
-        return model, tokenizer, skeleton.config
-    return model, tokenizer
+    return model, skeleton.config
 
 
 def plan(

@@ -10,7 +10,8 @@ import platform
 import re
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from .config import StreamingConfig, parse_bytes
 from .errors import BudgetError
@@ -40,6 +41,7 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
     hidden_size: int
     num_heads: int
+    head_dim: int
     vocab_size: int
     activation_itemsize: int
     context: int
@@ -106,6 +108,11 @@ class MemoryPlan:
         """What MLX will have allocated at its peak."""
         return self.backbone + self.slots_nbytes + self.kv_cache + self.activations + self.overhead
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        sums = {"slots": self.slots, "slots_nbytes": self.slots_nbytes, "total": self.total}
+        return {**asdict(self), **sums}
+
     def __str__(self) -> str:
         share = 100 * self.slots / self.num_experts
         rows = [
@@ -143,15 +150,16 @@ def format_bytes(n: float) -> str:
 def activation_nbytes(shape: ModelShape, tokens: int, context: int) -> int:
     """An upper estimate of what one forward of `tokens` tokens holds at its widest point.
 
-    The widest point is inside a MoE layer (rows gathered for every routed pair, both hidden maps,
-    their product, the output and its unsorted copy) or inside attention where the backend writes
-    the scores out (MLX on a CPU), beside a handful of hidden states.
+    The widest point is inside a MoE layer (for every routed pair: rows gathered, both hidden maps,
+    their product, the output in two orders, weighted and summed) or inside attention (queries, keys,
+    values, output, and the scores where the backend writes them out: MLX on a CPU), beside a few
+    hidden states. Factors measured on CPU with `benchmarks/memory.py`.
     """
     size = shape.activation_itemsize
-    pairs = max((x.top_k * (3 * x.input_dims + 3 * x.hidden_dims) for x in shape.layers), default=0)
-    hidden = 12 * shape.hidden_size
-    scores = 2 * shape.num_heads * (context + tokens) if shape.scores_in_memory else 0
-    per_token = (max(pairs, scores) + hidden) * size
+    experts = max(x.top_k * (6 * x.input_dims + 3 * x.hidden_dims) for x in shape.layers)
+    scores = shape.num_heads * max(context, tokens) if shape.scores_in_memory else 0
+    attention = 4 * shape.num_heads * shape.head_dim + scores
+    per_token = (max(experts, attention) + 4 * shape.hidden_size) * size
     logits = 4 * shape.vocab_size * max(size, 4)
     return tokens * per_token + logits
 
@@ -240,6 +248,7 @@ def make_plan(
         return sum(b.nbytes for b in plan_banks(layouts, slots, max_buffer_nbytes))
 
     steps = [config.prefill_step] if config.prefill_step else list(PREFILL_STEPS)
+    steps = sorted({min(s, context) for s in steps}, reverse=True)
     memory = None if config.memory is None else parse_bytes(config.memory)
     if config.slots is not None:
         step = steps[0]
@@ -281,7 +290,7 @@ def make_plan(
         num_experts=total,
         minimum=fixed(steps[-1]) + slots_nbytes(fewest),
         useful=fixed(steps[-1]) + slots_nbytes(max(fewest, reads)),
-        full=fixed(steps[0]) + slots_nbytes(total),
+        full=fixed(steps[-1]) + slots_nbytes(total),
         expert_reads=reads,
     )
 

@@ -391,11 +391,14 @@ def measure_shape(skeleton: Skeleton, context: int | None) -> ModelShape:
         )
         for s, probe in zip(skeleton.switches, probes, strict=True)
     )
+    hidden_size = int(text.get("hidden_size") or layers[0].input_dims)
+    heads = int(text.get("num_attention_heads") or 1)
     return ModelShape(
         backbone_nbytes=sum(a.nbytes for _, a in tree_flatten(model) if isinstance(a, mx.array)),
         layers=layers,
-        hidden_size=int(text.get("hidden_size") or layers[0].input_dims),
-        num_heads=int(text.get("num_attention_heads") or 1),
+        hidden_size=hidden_size,
+        num_heads=heads,
+        head_dim=int(text.get("head_dim") or hidden_size // heads),
         vocab_size=int(text.get("vocab_size") or 0),
         activation_itemsize=itemsize,
         context=context,

@@ -59,7 +59,7 @@ class Stats:
         """Plain values, for JSON."""
         out = asdict(self)
         out["hit_rate"] = self.hit_rate
-        out["plan"]["total"] = self.plan.total
+        out["plan"] = self.plan.as_dict()
         return out
 
     def __str__(self) -> str:

@@ -1,0 +1,316 @@
+"""Compare the decode speed of mlx-lm with everything in memory and of smoe_mlx at several sizes.
+
+    python benchmarks/decode.py
+    python benchmarks/decode.py --model /tmp/bench/mid --tokens 48 --shares 1.0 0.5 0.25
+
+Every arm runs in a process of its own, the arms take turns in an order that moves on with every
+round, and every arm is fed the same text token by token, so that all route alike and all must
+compute the same bits. The first tokens fill the caches and are not timed. The ratio is the speed
+against mlx-lm over the same few tokens: the median of all such pairs, and the middle half of them.
+
+On a machine that others use, `--lockstep` starts all arms at once and lets them take turns every
+few tokens, so that what disturbs one disturbs all. It needs the memory of all arms together.
+
+A forward ends when its token is there. Arms that hold all experts build the next forward while
+one computes, as `generate` does for them (`--no-lookahead`: they wait too).
+"""
+
+import argparse
+import hashlib
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+RESIDENT = "mlx-lm"
+SHARES = [1.0, 0.75, 0.5, 0.25, 0.125]
+TEXT = """\
+When the survey ship came back to the harbour in the spring, nobody on the quay believed that the
+crew had wintered on the ice. They had left with eleven men, a stove, two sledges and a library of
+forty books, and they returned with the same eleven men, half a sledge, and no books at all. The
+captain, asked about it by the customs officer, said that paper burns better than it reads when the
+coal is gone, but that every volume had been read aloud first, twice, from the title to the index.
+The officer wrote this down, since there was no tariff on it, and let them pass.
+
+It was the carpenter who told the longer story, in the evenings, to anyone who would pay for his
+supper. In November the rudder had frozen fast. By December the sun was a rumour in the south. They
+measured the thickness of the ice each noon and entered it in a table: 41 cm, 58 cm, 73 cm, 90 cm.
+The cook kept a second table, of flour and beans, whose numbers went the other way. "If you draw
+both on one sheet," said the carpenter, "the lines cross on the ninth of March, and what happens
+after that is not arithmetic any more."
+
+The program that computes such a crossing is short. A function takes two lists of measurements,
+finds the first index at which one is larger than the other, and returns it, or None if there is
+no such index:
+
+    def crossing(ice, flour):
+        for day, (a, b) in enumerate(zip(ice, flour)):
+            if a > b:
+                return day
+        return None
+
+What it does not compute is the mood of the people who wait for that day. The mate took to carving
+chess pieces out of walrus ivory and lost every game he played with them. The surgeon, who had only
+one patient, a frostbitten toe, wrote a treatise on it in three parts, with a bibliography of works
+that he remembered. And the youngest of them, a boy who had been hired to keep the lamps, learned
+the names of all the stars which could be seen from the deck, and when he had run out of names in
+the almanac he gave new ones to the rest: the Kettle, the Broken Oar, the Two Sisters, the Debt.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="demo", help="folder, or demo (the bundled model)")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens to time")
+    parser.add_argument("--warmup", type=int, default=64, help="tokens before the timed ones")
+    parser.add_argument("--prompt-file", type=Path, help="text to feed, instead of the built-in")
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, metavar="SHARE")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--lockstep", action="store_true", help="take turns within a round")
+    parser.add_argument("--turn", type=int, default=8, help="tokens of one turn")
+    parser.add_argument("--threads", type=int, default=None, help="StreamingConfig.threads")
+    parser.add_argument("--direct", action="store_true", help="read past the page cache")
+    parser.add_argument("--no-lookahead", action="store_true")
+    parser.add_argument("--json", type=Path, help="write all measurements to this file")
+    parser.add_argument("--arm", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.tokens % args.turn:
+        parser.error("--tokens must be a multiple of --turn")
+    if args.arm:
+        run_arm(args)
+    else:
+        compare(args)
+
+
+# ---- one arm, in a process of its own ------------------------------------------------------------
+
+
+def run_arm(args: argparse.Namespace) -> None:
+    """Warm up, then time one turn for each line that comes in; then print what was measured."""
+    import mlx.core as mx
+    import mlx_lm
+    import numpy as np
+    from mlx_lm.models.cache import make_prompt_cache
+
+    import smoe_mlx
+    from smoe_mlx.hub import find_model
+
+    folder = find_model(args.model)
+    start = time.perf_counter()
+    if args.arm == RESIDENT:
+        model, tokenizer = mlx_lm.load(str(folder))
+    else:
+        share = float(args.arm)
+        options = {} if args.threads is None else {"threads": args.threads}
+        config = smoe_mlx.StreamingConfig(slots=share, direct=args.direct, **options)
+        model, tokenizer = smoe_mlx.load(folder, config=config)
+        plan = smoe_mlx.stats(model).plan
+        if abs(plan.slots - share * plan.num_experts) > len(plan.banks):
+            sys.exit(f"asked for {share:.0%} of {plan.num_experts} experts, got {plan.slots}")
+    load_seconds = time.perf_counter() - start
+    text = args.prompt_file.read_text() if args.prompt_file else TEXT
+    tokens = tokenizer.encode(text)
+    if len(tokens) < args.warmup + args.tokens:
+        sys.exit(f"the text has {len(tokens)} tokens, {args.warmup + args.tokens} are needed")
+
+    cache = make_prompt_cache(model)
+    holds_all = args.arm == RESIDENT or float(args.arm) == 1.0
+    ahead = holds_all and not args.no_lookahead
+    logits = None
+
+    def step(token: int) -> mx.array:
+        nonlocal logits
+        logits = model(mx.array([[token]]), cache=cache)[0, -1]
+        best = mx.argmax(logits)
+        mx.async_eval(best, logits)
+        return best
+
+    def feed(tokens: list[int]) -> tuple[list[int], list[float]]:
+        """The most likely next token after each, and the seconds each took."""
+        out, seconds, last = [], [], None
+        before = time.perf_counter()
+        for token in tokens:
+            best = step(token)
+            if not ahead:
+                out.append(best.item())
+            elif last is not None:
+                out.append(last.item())
+            last = best
+            now = time.perf_counter()
+            seconds.append(now - before)
+            before = now
+        if ahead:
+            out.append(last.item())
+            seconds[-1] += time.perf_counter() - before
+        return out, seconds
+
+    feed(tokens[: args.warmup])
+    tokens = tokens[args.warmup : args.warmup + args.tokens]
+    before, cpu, io = counters(model), time.process_time(), physical_nbytes()
+    print("ready", flush=True)
+    out, seconds = [], []
+    for start in range(0, args.tokens, args.turn):
+        sys.stdin.readline()
+        best, took = feed(tokens[start : start + args.turn])
+        out += best
+        seconds += took
+        print("done", flush=True)
+    cpu = time.process_time() - cpu
+    if io is not None:
+        io = physical_nbytes() - io
+    used = {k: v - before[k] for k, v in counters(model).items()}
+    if not holds_all and not used["lookups"]:
+        sys.exit("no expert was looked up: this arm does not stream")
+    # float32 takes every bit of float16 and bfloat16.
+    bits = np.array(logits.astype(mx.float32)).tobytes()
+    result = {
+        "arm": args.arm,
+        "ms_per_token": 1e3 * sum(seconds) / len(seconds),
+        "median_ms": 1e3 * statistics.median(seconds),
+        "fastest_ms": 1e3 * min(seconds),
+        "cpu_ms_per_token": 1e3 * cpu / len(seconds),
+        "hit_rate": used["hits"] / used["lookups"] if used["lookups"] else 1.0,
+        "bytes_per_token": used["bytes"] / len(seconds),
+        "physical_bytes_per_token": None if io is None else io / len(seconds),
+        "wait_ms_per_token": 1e3 * used["wait"] / len(seconds),
+        "peak_memory": mx.get_peak_memory(),
+        "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024),
+        "load_seconds": load_seconds,
+        "hash": hashlib.sha256(json.dumps(out).encode() + bits).hexdigest()[:16],
+        "seconds": seconds,
+    }
+    print(json.dumps(result))
+
+
+def counters(model: object) -> dict[str, float]:
+    """What a streamed model has counted so far; zeros for another."""
+    import smoe_mlx
+
+    if not hasattr(model, "_streaming"):
+        return dict.fromkeys(("hits", "lookups", "bytes", "wait"), 0)
+    s = smoe_mlx.stats(model)
+    return {
+        "hits": s.hits,
+        "lookups": s.hits + s.misses,
+        "bytes": s.bytes_read,
+        "wait": s.wait_seconds,
+    }
+
+
+def physical_nbytes() -> int | None:
+    """Bytes that this process had read from storage, not from the page cache (Linux)."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return None
+    return int(next(x for x in lines if x.startswith("read_bytes")).split()[1])
+
+
+# ---- all arms ------------------------------------------------------------------------------------
+
+
+class Arm:
+    """The process of one arm, warmed up."""
+
+    def __init__(self, name: str):
+        command = [sys.executable, __file__, *sys.argv[1:], "--arm", name]
+        pipe = subprocess.PIPE
+        self.name = name
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        self.expect("ready")
+
+    def line(self) -> str:
+        text = self.process.stdout.readline()
+        if not text:
+            sys.exit(f"arm {self.name} failed ({self.process.wait()})")
+        return text
+
+    def expect(self, word: str) -> None:
+        if self.line().strip() != word:
+            sys.exit(f"arm {self.name} did not say {word!r}")
+
+    def turn(self) -> None:
+        print(file=self.process.stdin, flush=True)
+        self.expect("done")
+
+    def result(self) -> dict:
+        out = json.loads(self.line())
+        self.process.communicate()
+        print(f"{self.name:<8}{out['ms_per_token']:9.2f} ms", flush=True)
+        return out
+
+
+def rotated(names: list, by: int) -> list:
+    return names[by % len(names) :] + names[: by % len(names)]
+
+
+def compare(args: argparse.Namespace) -> None:
+    names = [RESIDENT, *(str(s) for s in args.shares)]
+    runs: dict[str, list[dict]] = {name: [] for name in names}
+    turns = args.tokens // args.turn
+    for i in range(args.rounds):
+        print(f"round {i + 1}", flush=True)
+        if args.lockstep:
+            arms = [Arm(name) for name in rotated(names, i)]
+            for t in range(turns):
+                for arm in rotated(arms, t):
+                    arm.turn()
+            for arm in arms:
+                runs[arm.name].append(arm.result())
+        else:
+            for name in rotated(names, i):
+                arm = Arm(name)
+                for _ in range(turns):
+                    arm.turn()
+                runs[name].append(arm.result())
+    print()
+    print(table(names, runs, args.turn))
+    if args.json:
+        args.json.write_text(json.dumps({"options": vars(args), "runs": runs}, default=str))
+    hashes = {r["hash"] for name in names for r in runs[name]}
+    if len(hashes) > 1:
+        sys.exit("\nthe arms did NOT compute the same: " + ", ".join(sorted(hashes)))
+    print(f"\nall arms computed the same bits ({hashes.pop()})")
+
+
+def by_turns(run: dict, turn: int) -> list[float]:
+    seconds = run["seconds"]
+    return [sum(seconds[i : i + turn]) for i in range(0, len(seconds), turn)]
+
+
+def table(names: list[str], runs: dict[str, list[dict]], turn: int) -> str:
+    """Medians over the rounds."""
+    lines = [
+        f"{'arm':<8}{'ms/token':>9}{'spread':>8}{'CPU ms':>8}{'ratio':>8}{'(middle half)':>16}"
+        f"{'hits':>8}{'MB/token':>10}{'from disk':>11}{'peak MB':>9}"
+    ]
+    base = [t for run in runs[RESIDENT] for t in by_turns(run, turn)]
+    for name in names:
+
+        def middle(key: str, name: str = name) -> float:
+            return statistics.median(r[key] or 0 for r in runs[name])
+
+        ms = [r["ms_per_token"] for r in runs[name]]
+        times = [t for run in runs[name] for t in by_turns(run, turn)]
+        ratios = [b / t for b, t in zip(base, times, strict=True)]
+        low, ratio, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        disk = "-"
+        if runs[name][0]["physical_bytes_per_token"] is not None:
+            disk = f"{middle('physical_bytes_per_token') / 1e6:.2f}"
+        lines.append(
+            f"{name:<8}{middle('ms_per_token'):>9.2f}{(max(ms) - min(ms)) / min(ms):>8.0%}"
+            f"{middle('cpu_ms_per_token'):>8.2f}{ratio:>8.3f}{f'({low:.3f}-{high:.3f})':>16}"
+            f"{middle('hit_rate'):>8.1%}{middle('bytes_per_token') / 1e6:>10.2f}"
+            f"{disk:>11}{middle('peak_memory') / 1e6:>9.1f}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Measure what a streamed layer costs the host when every expert it needs is in memory.
+
+    python benchmarks/host_overhead.py
+    python benchmarks/host_overhead.py --model /tmp/bench/mid --tokens 32
+
+The cache has a slot for every expert but one, so that no layer may skip the look at the routing;
+the text has been fed once before, so that nothing is missed. Two methods:
+
+1. Decode, three ways taking turns at every token in one process: mlx-lm as it is; mlx-lm with
+   nothing but one host read of the routing in every layer; smoe_mlx. The differences, per layer and
+   token, are the cost of the read (the pipeline drains) and that of the bookkeeping.
+2. Stop watches around the parts of a layer's call. The wait for the routing and the building of
+   the layer's operations, which mlx-lm does as well, are listed, but are no bookkeeping.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import numpy as np
+from decode import TEXT
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+
+import smoe_mlx
+from smoe_mlx.hub import find_model
+from smoe_mlx.layers import switch
+
+TARGET_US = 60
+WAIT, BUILD, REST = "wait for the routing", "build the operations", "the rest"
+PARTS = {  # methods of the cache
+    "resident": "resident",
+    "release_evaluated": "release_evaluated",
+    "waves": "waves",
+    "claim": "claim",
+    "table": "table",
+    "arrays": "arrays",
+    "hold": "hold",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="demo", help="folder, or demo (the bundled model)")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--warmup", type=int, default=8, help="tokens of those that are not timed")
+    parser.add_argument("--prompt-file", type=Path, help="text to feed, instead of the built-in")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args()
+    folder = find_model(args.model)
+    streamed, tokenizer = load_all_but_one(folder)
+    layers = len(smoe_mlx.stats(streamed).layers)
+    text = args.prompt_file.read_text() if args.prompt_file else TEXT
+    tokens = tokenizer.encode(text)[: args.tokens]
+    decode(streamed, tokens)  # now all these experts are in memory
+    misses = smoe_mlx.stats(streamed).misses
+
+    figures = compare(folder, streamed, tokens, args.warmup, layers)
+    figures |= break_down(streamed, tokens, args.warmup)
+    new = smoe_mlx.stats(streamed).misses - misses
+    if new:
+        sys.exit(f"{new} experts were missed: these figures are not those of hits")
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1))
+
+
+def load_all_but_one(folder: Path) -> tuple[nn.Module, Any]:
+    """The streamed model with one slot less than experts in every bank."""
+    plan = smoe_mlx.plan(folder, slots=1.0)
+    model, tokenizer = smoe_mlx.load(folder, slots=plan.num_experts - len(plan.banks))
+    if any(b.slots >= b.experts for b in smoe_mlx.stats(model).plan.banks):
+        sys.exit("a bank holds all its experts; this model's banks are too unlike each other")
+    return model, tokenizer
+
+
+def decode(model: nn.Module, tokens: list[int]) -> None:
+    cache = make_prompt_cache(model)
+    for token in tokens:
+        mx.eval(mx.argmax(model(mx.array([[token]]), cache=cache)[0, -1]))
+
+
+# ---- 1: differences ------------------------------------------------------------------------------
+
+
+class _Reading:
+    """Switch layers that read the routing on the host while `on`, and do nothing with it."""
+
+    on = False
+
+    def __init__(self, kind: type):
+        def call(module: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
+            if _Reading.on:
+                np.array(indices)
+            return stock(module, x, indices)
+
+        stock, kind.__call__ = kind.__call__, call
+
+
+def compare(
+    folder: Path, streamed: nn.Module, tokens: list[int], warmup: int, layers: int
+) -> dict[str, float]:
+    for kind in (SwitchGLU, SwitchMLP):
+        _Reading(kind)
+    resident, _ = mlx_lm.load(str(folder))
+    arms = {"mlx-lm": resident, "mlx-lm and a read": resident, "smoe_mlx, all hits": streamed}
+    caches = {name: make_prompt_cache(model) for name, model in arms.items()}
+    wall: dict[str, list[float]] = {name: [] for name in arms}
+    cpu: dict[str, list[float]] = {name: [] for name in arms}
+    names, answers = list(arms), set()
+    for i, token in enumerate(tokens):
+        answers.clear()
+        for name in names[i % 3 :] + names[: i % 3]:
+            _Reading.on = name == "mlx-lm and a read"
+            start, cpu_start = time.perf_counter(), time.process_time()
+            best = mx.argmax(arms[name](mx.array([[token]]), cache=caches[name])[0, -1])
+            mx.eval(best)
+            if i >= warmup:
+                cpu[name].append(time.process_time() - cpu_start)
+                wall[name].append(time.perf_counter() - start)
+            answers.add(best.item())
+        if len(answers) > 1:
+            sys.exit(f"token {i}: the arms do not agree")
+
+    def difference(times: dict[str, list[float]], a: str, b: str) -> float:
+        pairs = zip(times[a], times[b], strict=True)
+        return 1e6 * statistics.median(x - y for x, y in pairs) / layers
+
+    print(f"{'decode':<24}{'ms/token':>10}{'CPU ms':>10}")
+    for name in names:
+        print(
+            f"{name:<24}{1e3 * statistics.median(wall[name]):>10.2f}"
+            f"{1e3 * statistics.median(cpu[name]):>10.2f}"
+        )
+    print(f"\n{'us per layer and token':<24}{'wall':>10}{'CPU':>10}")
+    out = {}
+    for label, a, b in (
+        ("the read", names[1], names[0]),
+        ("the bookkeeping", names[2], names[1]),
+        ("both", names[2], names[0]),
+    ):
+        out[label] = difference(wall, a, b)
+        out[f"{label}, CPU"] = difference(cpu, a, b)
+        print(f"{label:<24}{out[label]:>10.1f}{out[f'{label}, CPU']:>10.1f}")
+    return out
+
+
+# ---- 2: stop watches -----------------------------------------------------------------------------
+
+
+class Watches:
+    """Seconds spent in wrapped functions: name -> one entry a call."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+
+    def around(self, name: str, function: Callable) -> Callable:
+        entries, clock = self.seconds[name], time.perf_counter
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = clock()
+            out = function(*args, **kwargs)
+            entries.append(clock() - start)
+            return out
+
+        return timed
+
+
+class _Numpy:
+    """numpy, but `array` of an mx.array notes how long it waited and how long it copied."""
+
+    def __init__(self, watches: Watches):
+        self._wait = watches.around(WAIT, mx.eval)
+        self._copy = watches.around("ids to numpy", np.array)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def array(self, a: Any, *args: Any) -> np.ndarray:
+        if not isinstance(a, mx.array):
+            return np.array(a, *args)
+        self._wait(a)
+        return self._copy(a, *args)
+
+
+def break_down(streamed: nn.Module, tokens: list[int], warmup: int) -> dict[str, float]:
+    watches = Watches()
+    cache = streamed._streaming.cache
+    for method, label in PARTS.items():
+        if hasattr(cache, method):
+            setattr(cache, method, watches.around(label, getattr(cache, method)))
+    kinds = (switch.StreamingSwitchGLU, switch.StreamingSwitchMLP)
+    for kind in kinds:
+        kind._in_one = watches.around(BUILD, kind._in_one)
+        kind.__call__ = watches.around("all", kind.__call__)
+    switch.np = _Numpy(watches)
+    decode(streamed, tokens)
+    calls = len(watches.seconds["all"])
+    skip = calls * warmup // len(tokens)
+    # Some parts may run more or less than once a call: their time is shared out evenly.
+    out = {}
+    for name, entries in watches.seconds.items():
+        if entries:
+            kept = entries[len(entries) * warmup // len(tokens) :]
+            out[name] = 1e6 * statistics.median(kept) * len(entries) / calls
+    known = sum(v for k, v in out.items() if k != "all")
+    whole = watches.seconds["all"][skip:]
+    parts = [v[skip:] for k, v in watches.seconds.items() if k != "all" and len(v) == calls]
+    if sum(bool(v) for v in watches.seconds.values()) == len(parts) + 1:
+        rest = [w - sum(p) for w, *p in zip(whole, *parts, strict=True)]
+        out[REST] = 1e6 * statistics.median(rest)
+    else:
+        out[REST] = out["all"] - known
+    watch_us = cost_of_a_watch()
+    out[REST] -= watch_us * (len(parts))  # what the watches themselves take falls into the rest
+    book = {k: v for k, v in out.items() if k not in ("all", WAIT, BUILD)}
+    out["bookkeeping"] = sum(book.values())
+    print(f"\n{'stop watches, us':<24}{'a call':>10}")
+    for name in sorted(book, key=book.get, reverse=True):
+        print(f"{name:<24}{book[name]:>10.1f}")
+    print(f"{'bookkeeping':<24}{out['bookkeeping']:>10.1f}   target: under {TARGET_US}")
+    for name in (WAIT, BUILD):
+        print(f"{name:<24}{out[name]:>10.1f}")
+    return out
+
+
+def cost_of_a_watch() -> float:
+    """Microseconds that a wrapped call takes beside what its watch shows."""
+    watches = Watches()
+    nothing = watches.around("nothing", lambda: None)
+    times = []
+    for _ in range(1000):
+        start = time.perf_counter()
+        nothing()
+        times.append(time.perf_counter() - start)
+    inside = statistics.median(watches.seconds["nothing"])
+    return 1e6 * (statistics.median(times) - inside)
+
+
+if __name__ == "__main__":
+    main()

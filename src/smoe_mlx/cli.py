@@ -1,0 +1,252 @@
+"""The command `smoe-mlx`: demo, generate, plan, stats. Flags are those of mlx_lm's own commands."""
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from . import __version__
+from .config import StreamingConfig
+from .errors import SmoeError
+from .generate import stream_generate
+from .hub import DEMO
+from .load import load
+from .load import plan as make_plan
+from .plan import format_bytes
+from .stats import Stats, stats
+
+DEMO_PROMPT = "And the LORD said unto Moses,"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    args = build_parser().parse_args(argv)
+    try:
+        args.run(args)
+    except SmoeError as e:
+        print(f"smoe-mlx: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # `| head`: whoever read has enough
+        sys.stderr.close()
+        return 128 + signal.SIGPIPE
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="smoe-mlx",
+        description="Run Mixture-of-Experts models larger than memory: experts stay on the SSD.",
+    )
+    parser.add_argument("--version", action="version", version=f"smoe-mlx {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="stream the bundled model, a quarter of it in memory")
+    _add_prompt(demo, DEMO_PROMPT, temp=0.7, top_p=0.95, max_tokens=200)
+    _add_budget(demo, slots=0.25)
+    demo.set_defaults(run=run_generate, model=DEMO, seed=7)
+
+    generate = commands.add_parser("generate", help="generate text")
+    _add_model(generate)
+    _add_prompt(generate, "hello", temp=0.0, top_p=1.0, max_tokens=100)
+    _add_budget(generate)
+    generate.set_defaults(run=run_generate)
+
+    plan = commands.add_parser("plan", help="say what would be in memory, from headers alone")
+    _add_model(plan)
+    _add_budget(plan)
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.set_defaults(run=run_plan)
+
+    stats_ = commands.add_parser("stats", help="generate, and print the counters of every layer")
+    _add_model(stats_)
+    _add_prompt(stats_, "hello", temp=0.0, top_p=1.0, max_tokens=100)
+    _add_budget(stats_)
+    stats_.add_argument("--json", action="store_true", help="print JSON")
+    stats_.set_defaults(run=run_stats)
+    return parser
+
+
+# ---- flags ---------------------------------------------------------------------------------------
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", help="local folder, Hub repository, or 'demo'")
+    parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)  # as mlx_lm
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
+
+
+def _add_budget(parser: argparse.ArgumentParser, slots: float | None = None) -> None:
+    group = parser.add_argument_group("memory and reading")
+    group.add_argument("--memory", help="ceiling for all that MLX allocates, such as 12GB")
+    group.add_argument(
+        "--slots", type=_slots, help="instead: experts in memory, a number or a share such as 0.25"
+    )
+    group.add_argument("--context", type=int, help="tokens of KV cache to plan for")
+    group.add_argument("--threads", type=int, default=8, help="reads at a time (default: 8)")
+    group.add_argument("--direct", action="store_true", help="read past the page cache")
+    parser.set_defaults(default_slots=slots)
+
+
+def _add_prompt(
+    parser: argparse.ArgumentParser, prompt: str, temp: float, top_p: float, max_tokens: int
+) -> None:
+    add = parser.add_argument
+    add("--prompt", "-p", default=prompt, help="the prompt; '-' reads it from standard input")
+    add("--max-tokens", "-m", type=int, default=max_tokens, help=f"default: {max_tokens}")
+    add("--temp", type=float, default=temp, help=f"sampling temperature (default: {temp})")
+    add("--top-p", type=float, default=top_p, help=f"default: {top_p}")
+    add("--min-p", type=float, default=0.0)
+    add("--top-k", type=int, default=0)
+    add("--seed", type=int, help="seed of the sampler")
+    add("--system-prompt", help="system message for the chat template")
+    add("--ignore-chat-template", action="store_true", help="take the prompt as it is")
+    add("--extra-eos-token", nargs="+", default=(), help="more tokens that end the text")
+    add("--adapter-path", help="folder of a LoRA adapter (not on routed experts)")
+    add("--max-kv-size", type=int, help="rotate the KV cache at this size")
+    add("--kv-bits", type=int, help="quantise the KV cache")
+    add("--kv-group-size", type=int, default=64)
+    add("--quantized-kv-start", type=int, default=5000)
+    add("--prefill-step-size", type=int, help="prompt tokens at a time (default: by the plan)")
+    add("--quiet", "-q", action="store_true", help="print nothing but the text")
+
+
+def _slots(text: str) -> int | float:
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a share") from None
+
+
+def _model(args: argparse.Namespace) -> str:
+    model = args.model or getattr(args, "model_flag", None)
+    if not model:
+        raise SmoeError("name a model: a local folder, a Hub repository, or 'demo'")
+    return str(model)
+
+
+def _config(args: argparse.Namespace) -> StreamingConfig:
+    slots = args.slots
+    if slots is None and args.memory is None:
+        slots = args.default_slots
+    try:
+        return StreamingConfig(
+            memory=args.memory,
+            slots=slots,
+            context=args.context,
+            threads=args.threads,
+            direct=args.direct,
+        )
+    except ValueError as e:
+        raise SmoeError(str(e)) from e
+
+
+# ---- commands ------------------------------------------------------------------------------------
+
+
+def run_plan(args: argparse.Namespace) -> None:
+    plan = make_plan(
+        _model(args),
+        revision=args.revision,
+        trust_remote_code=args.trust_remote_code,
+        config=_config(args),
+    )
+    print(json.dumps(plan.as_dict(), indent=2) if args.json else plan)
+
+
+def run_generate(args: argparse.Namespace) -> None:
+    model, tokenizer = _load(args)
+    last = None
+    for last in _responses(args, model, tokenizer):
+        print(last.text, end="", flush=True)
+    print()
+    if last is not None and not args.quiet:
+        print(f"\n{one_line(last, stats(model))}", file=sys.stderr)
+
+
+def run_stats(args: argparse.Namespace) -> None:
+    model, tokenizer = _load(args)
+    *_, last = _responses(args, model, tokenizer)
+    s = stats(model)
+    if args.json:
+        print(json.dumps(s.as_dict(), indent=2))
+        return
+    print(f"{s}\nspeed             {last.generation_tps:.1f} tok/s")
+    print("\nlayer      hits   misses   hit rate")
+    for i, x in enumerate(s.layers):
+        rate = (
+            f"{100 * x.hits / (x.hits + x.misses):8.1f} %" if x.hits + x.misses else "  in memory"
+        )
+        print(f"{i:>5} {x.hits:>9,} {x.misses:>8,}  {rate}")
+
+
+def one_line(response: Any, s: Stats) -> str:
+    """The line of truth after a generation."""
+    rate = f"{100 * s.hit_rate:.0f} % hits" if s.hits + s.misses else "all experts in memory"
+    return (
+        f"{response.generation_tps:.1f} tok/s, {rate}, {format_bytes(s.bytes_read)} read, "
+        f"peak {format_bytes(s.peak_memory)} (plan {format_bytes(s.plan.total)}: "
+        f"{s.plan.slots:,} of {s.plan.num_experts:,} experts)"
+    )
+
+
+def _load(args: argparse.Namespace) -> tuple[Any, Any]:
+    start = time.perf_counter()
+    model, tokenizer = load(
+        _model(args),
+        tokenizer_config={"trust_remote_code": True}
+        if getattr(args, "trust_remote_code", False)
+        else None,
+        adapter_path=args.adapter_path,
+        revision=getattr(args, "revision", None),
+        trust_remote_code=getattr(args, "trust_remote_code", False),
+        config=_config(args),
+    )[:2]
+    for token in args.extra_eos_token:
+        tokenizer.add_eos_token(token)
+    if not args.quiet:
+        plan = stats(model).plan
+        print(
+            f"loaded in {time.perf_counter() - start:.1f} s: {plan.slots:,} of "
+            f"{plan.num_experts:,} experts in memory at a time, {format_bytes(plan.total)} planned",
+            file=sys.stderr,
+        )
+    return model, tokenizer
+
+
+def _responses(args: argparse.Namespace, model: Any, tokenizer: Any) -> Iterator[Any]:
+    from mlx_lm.sample_utils import make_sampler
+
+    if args.seed is not None:
+        mx.random.seed(args.seed)
+    prompt = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    prompt = sys.stdin.read() if prompt == "-" else prompt
+    if tokenizer.has_chat_template and not args.ignore_chat_template:
+        messages = [{"role": "user", "content": prompt}]
+        if args.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": args.system_prompt})
+        tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    else:
+        if not args.quiet and args.run is run_generate:
+            print(prompt, end="", flush=True)
+        tokens = tokenizer.encode(prompt)
+    return stream_generate(
+        model,
+        tokenizer,
+        tokens,
+        max_tokens=args.max_tokens,
+        sampler=make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k),
+        max_kv_size=args.max_kv_size,
+        kv_bits=args.kv_bits,
+        kv_group_size=args.kv_group_size,
+        quantized_kv_start=args.quantized_kv_start,
+        prefill_step_size=args.prefill_step_size,
+    )

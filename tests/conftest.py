@@ -1,0 +1,116 @@
+"""Tiny checkpoints of every architecture, made once a session."""
+
+import contextlib
+import copy
+import io
+import json
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.utils
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from smoe_mlx.skeleton import build_skeleton
+from smoe_mlx.store.layout import ExpertLayout
+from smoe_mlx.store.safetensors import Checkpoint
+
+mx.set_default_device(mx.cpu)
+
+CONFIGS = json.loads((Path(__file__).parent / "data" / "tiny_configs.json").read_text())
+# dbrx has expert modules of its own, which cannot be streamed.
+STREAMED = sorted(set(CONFIGS) - {"dbrx"})
+
+
+def random_model(config: dict, dtype: mx.Dtype = mx.float32) -> nn.Module:
+    """A model whose every weight is random: what is zero by default would hide mistakes."""
+    model_class, args_class = mlx_lm.utils._get_classes(config)
+    mx.random.seed(0)
+    model = model_class(args_class.from_dict(copy.deepcopy(config)))
+    model.eval()
+    zeros = [
+        (k, mx.random.normal(v.shape).astype(v.dtype) * 0.1)
+        for k, v in tree_flatten(model.parameters())
+        if v.size and mx.issubdtype(v.dtype, mx.floating) and mx.abs(v).max().item() == 0
+    ]
+    model.load_weights(zeros, strict=False)
+    model.set_dtype(dtype)
+    mx.eval(model)
+    return model
+
+
+def save_checkpoint(folder: Path, model: nn.Module, config: dict) -> Path:
+    folder.mkdir(parents=True)
+    with contextlib.redirect_stdout(io.StringIO()):
+        mlx_lm.utils.save_model(folder, model)
+        mlx_lm.utils.save_config(dict(config), folder / "config.json")
+    return folder
+
+
+def make_checkpoint(folder: Path, arch: str, mode: str | None = None, **quant: object) -> Path:
+    """Save a tiny random model of `arch`; `mode` None is float32, else quantise everything."""
+    config = copy.deepcopy(CONFIGS[arch])
+    model = random_model(config)
+    if mode is not None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            model, config = mlx_lm.utils.quantize_model(
+                model,
+                config,
+                quant.get("group_size"),
+                quant.get("bits"),
+                mode=mode,
+                quant_predicate=quant.get("quant_predicate"),
+            )
+    return save_checkpoint(folder, model, config)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """tiny(arch, mode=None, **quantisation) -> folder of a checkpoint, the same for a session."""
+    root = tmp_path_factory.mktemp("tiny")
+
+    @cache
+    def get(arch: str, mode: str | None = None, **quant: object) -> Path:
+        name = "-".join([arch, str(mode), *(f"{k}{v}" for k, v in sorted(quant.items()))])
+        return make_checkpoint(root / name, arch, mode, **quant)
+
+    return get
+
+
+def resident(folder: Path) -> nn.Module:
+    """mlx-lm's own model, everything in memory."""
+    model, _ = mlx_lm.utils.load_model(folder)
+    mx.eval(model)
+    return model
+
+
+def random_tokens(n: int, seed: int = 3, vocab: int = 512) -> list[int]:
+    return [int(x) for x in np.random.default_rng(seed).integers(0, vocab, size=n)]
+
+
+def same_bits(a: mx.array, b: mx.array) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and mx.array_equal(a, b).item()
+
+
+def layouts_of(folder: Path) -> list[ExpertLayout]:
+    checkpoint = Checkpoint(folder)
+    try:
+        return build_skeleton(folder, checkpoint).layouts
+    finally:
+        checkpoint.close()
+
+
+def corrupt_expert(folder: Path, expert: int) -> None:
+    """Change the weights of one expert of every layer, in place, and nothing else."""
+    files = sorted(folder.glob("model*.safetensors"))
+    for layout in layouts_of(folder):
+        for t, ids, offsets in zip(layout.tensors, layout.file_ids, layout.offsets, strict=True):
+            if t.kind == "weight":
+                with files[ids[expert]].open("r+b") as f:
+                    f.seek(offsets[expert])
+                    data = np.frombuffer(f.read(t.nbytes), np.uint8) ^ 0x15
+                    f.seek(offsets[expert])
+                    f.write(data.tobytes())
