@@ -160,7 +160,7 @@ def test_a_read_of_no_requests_returns(one_file):
     reader = ExpertReader([one_file], threads=0)
     thread = threading.Thread(target=reader.read, args=([],), daemon=True)
     thread.start()
-    thread.join(timeout=2)
+    thread.join(timeout=1)
     assert not thread.is_alive()
 
 
@@ -293,12 +293,11 @@ def test_short_reads_are_continued(monkeypatch, one_file, direct):
     reader = ExpertReader([one_file], threads=2, direct=direct)
     if direct and not reader.direct:
         pytest.skip("this file system refuses O_DIRECT")
-    unit = 4096 if direct else 1
     calls = []
 
     def short(fd, buffers, offset, *flags):
         calls.append(offset)
-        left, some = unit * (1 + len(calls) % 7), []
+        left, some = 4096 if direct else 1 + len(calls) % 7, []
         for b in map(memoryview, buffers):
             some.append(b[:left])
             left -= len(some[-1])
@@ -309,7 +308,7 @@ def test_short_reads_are_continued(monkeypatch, one_file, direct):
     wanted = [(0, 0, 30), (0, 33, 1), (0, 34, 2), (0, 40, 100), (0, 50_000, 9000), (0, size - 9, 9)]
     read_and_check(reader, [one_file], wanted)
     reader.close()
-    assert len(calls) > len(wanted)
+    assert len(calls) > reader.stats.reads, "no read came short"
 
 
 @pytest.mark.parametrize("threads", [0, 3])
@@ -442,13 +441,15 @@ def test_keyboard_interrupt_inside_a_read_of_the_caller(monkeypatch, one_file, t
 def test_keyboard_interrupt_while_waiting_for_the_threads(monkeypatch, one_file):
     caller = threading.main_thread()
     assert threading.current_thread() is caller, "signals come to the main thread only"
-    mine_is_done, stages = threading.Event(), []
+    theirs_began, mine_ended, stages = threading.Event(), threading.Event(), []
 
     def interrupt(offset):
         if threading.current_thread() is caller:
-            mine_is_done.set()
+            theirs_began.wait(20)
+            mine_ended.set()
             return
-        mine_is_done.wait()
+        theirs_began.set()
+        mine_ended.wait(20)
         time.sleep(0.05)  # the caller has nothing left to do and waits
         signal.pthread_kill(caller.ident, signal.SIGINT)
         time.sleep(0.05)
@@ -456,8 +457,12 @@ def test_keyboard_interrupt_while_waiting_for_the_threads(monkeypatch, one_file)
 
     preadv = Preadv(monkeypatch, interrupt)
     reader = ExpertReader([one_file], threads=1)
-    with pytest.raises(KeyboardInterrupt):
-        reader.read([request(0, 0, 10), request(0, 50_000, 10)])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            reader.read([request(0, 0, 10), request(0, 50_000, 10)])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert stages == ["the thread's read ended"], "came back while memory was still written"
     preadv.assert_quiet()
     preadv.before = lambda offset: None
@@ -650,35 +655,28 @@ def read_right():
     reader.read(requests)
     return all(r.buffer == os.pread(file.fileno(), 100, r.offset) for r in requests)
 
-assert read_right()
-"""
-FORK = """
-child = os.fork()
-if not child:
-    os._exit(0 if read_right() and read_right() else 1)
-assert os.waitpid(child, 0)[1] == 0, "the child read wrong"
-assert read_right()
-child = os.fork()
-if not child:
-    reader.close()
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0, "the child could not close"
-assert read_right()
-"""
+def in_child(action):
+    child = os.fork()
+    if not child:
+        os._exit(0 if action() else 1)
+    return os.waitpid(child, 0)[1] == 0
 
-
-def run_script(script: str, path: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+assert read_right()
+assert in_child(lambda: read_right() and read_right()), "the child read wrong"
+assert read_right()
+assert in_child(lambda: reader.close() is None), "the child could not close"
+assert in_child(lambda: read_right() and reader.close() is None), "nor after reading"
+assert read_right()
+print("last line")
+"""
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_forked_child_can_read_and_close(one_file):
-    run_script(SCRIPT + FORK + "print('whole')", one_file.path)
-
-
-def test_a_program_that_never_closes_its_reader_ends(one_file):
-    assert run_script(SCRIPT + "print('last line')", one_file.path) == "last line\n"
+def test_forked_children_read_and_close_and_a_reader_left_open_does_not_keep_the_program(one_file):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(one_file.path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "last line\n"), done.stderr

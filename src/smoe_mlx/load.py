@@ -165,7 +165,8 @@ def _install(
         module = kind(
             cache, layer, **switch.projections, activation=switch.module.get("activation")
         )
-        module.update(other_children(switch))
+        for name, child in other_children(switch).items():
+            module[name] = child
         module.eval()
         replace_module(skeleton.model, switch.path, module)
         tell_true_routing(_parent(skeleton.model, switch.path), module)

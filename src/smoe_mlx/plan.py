@@ -150,8 +150,8 @@ def format_bytes(n: float) -> str:
 def activation_nbytes(shape: ModelShape, tokens: int, context: int) -> int:
     """An upper estimate of what one forward of `tokens` tokens holds at its widest point.
 
-    The widest point is inside a MoE layer (for every routed pair: rows gathered, both hidden maps,
-    their product, the output in two orders, weighted and summed) or inside attention (queries, keys,
+    The widest point is inside a MoE layer (a routed pair: row gathered, both hidden maps, their
+    product, the output in two orders, weighted and summed) or inside attention (queries, keys,
     values, output, and the scores where the backend writes them out: MLX on a CPU), beside a few
     hidden states. Factors measured on CPU with `benchmarks/memory.py`.
     """

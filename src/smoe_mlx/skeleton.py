@@ -176,7 +176,8 @@ def _empty_switches(model: nn.Module) -> list[Switch]:
             )
         linears = {name: m.pop(name) for name in PROJECTIONS[kind]}
         found.append(Switch(path, m, linears))
-    return found
+    # In the order of the layers, which named_modules() does not keep.
+    return sorted(found, key=lambda s: [(k.isdigit(), k.zfill(8)) for k in s.path.split(".")])
 
 
 _stack_lock = threading.Lock()

@@ -11,6 +11,7 @@ import shutil
 import torch
 from safetensors.torch import save_file
 
+# isort: split
 from model import Config
 
 SHARD = 40_000_000  # bytes

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+# isort: split
 from model import Config, Model
 
 LENGTH = 1024

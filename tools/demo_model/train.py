@@ -18,6 +18,7 @@ import time
 import numpy as np
 import torch
 
+# isort: split
 from model import Config, Model
 
 

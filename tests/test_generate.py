@@ -1,0 +1,193 @@
+"""Generation through the library's own loop and through mlx-lm's: the same tokens as resident."""
+
+import itertools
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from conftest import random_tokens, resident, same_bits
+from mlx_lm.generate import batch_generate, generate_step
+from mlx_lm.models.cache import (
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+    trim_prompt_cache,
+)
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+import smoe_mlx
+from smoe_mlx.generate import generate_step as smoe_generate_step
+from smoe_mlx.load import load_model
+
+ARCHS = ["qwen3_moe", "gpt_oss", "qwen3_next", "deepseek_v3", "nemotron_h", "gemma4_text"]
+OPTIONS = {
+    "greedy": {},
+    "sampled": {"sampler": lambda: make_sampler(temp=0.9, top_p=0.9)},
+    "processors": {
+        "logits_processors": lambda: make_logits_processors(repetition_penalty=1.4),
+    },
+    "small steps": {"prefill_step_size": lambda: 7},
+    "rotating": {"max_kv_size": lambda: 16},
+    "one token": {"max_tokens": lambda: 1},
+}
+
+
+def streamed(folder, slots=0.4):
+    return load_model(folder, config=smoe_mlx.StreamingConfig(slots=slots, debug=True))[0]
+
+
+def tokens_of(step, model, prompt, n=12, **options):
+    mx.random.seed(5)
+    options = {k: make() for k, make in options.items()}
+    options.setdefault("max_tokens", n)
+    out = [(t, lp) for t, lp in step(mx.array(prompt), model, **options)]
+    return [t for t, _ in out], [lp for _, lp in out]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_same_tokens_and_logprobs_as_mlx_lm(arch, option, tiny):
+    folder, prompt = tiny(arch, "affine"), random_tokens(40)
+    expected = tokens_of(generate_step, resident(folder), prompt, **OPTIONS[option])
+    for step in (smoe_generate_step, generate_step):  # ours, and mlx-lm's own loop
+        for slots in (0.4, 1.0):
+            got = tokens_of(step, streamed(folder, slots), prompt, **OPTIONS[option])
+            assert got[0] == expected[0]
+            assert all(map(same_bits, got[1], expected[1]))
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "deepseek"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_kv_cache(arch, bits, tiny):
+    folder, prompt = tiny(arch, "affine"), random_tokens(40)
+    options = {
+        "kv_bits": lambda: bits,
+        "kv_group_size": lambda: 32,
+        "quantized_kv_start": lambda: 10,
+    }
+    expected = tokens_of(generate_step, resident(folder), prompt, **options)
+    got = tokens_of(smoe_generate_step, streamed(folder), prompt, **options)
+    assert got[0] == expected[0]
+    assert all(map(same_bits, got[1], expected[1]))
+
+
+def test_prompt_cache_saved_loaded_and_trimmed(tiny, tmp_path):
+    folder, prompt = tiny("qwen3_moe", "affine"), random_tokens(30)
+
+    def run(step, model):
+        cache = make_prompt_cache(model)
+        first = tokens_of(step, model, prompt, prompt_cache=lambda: cache)
+        save_prompt_cache(str(tmp_path / "c.safetensors"), cache)
+        cache = load_prompt_cache(str(tmp_path / "c.safetensors"))
+        # mlx-lm's loop looks one token ahead, so its cache is longer: cut both to one length.
+        trim_prompt_cache(cache, cache[0].offset - len(prompt) - 5)
+        return first, tokens_of(step, model, [5, 6, 7], prompt_cache=lambda: cache)
+
+    expected = run(generate_step, resident(folder))
+    got = run(smoe_generate_step, streamed(folder))
+    for (a, la), (b, lb) in zip(expected, got, strict=True):
+        assert a == b
+        assert all(map(same_bits, la, lb))
+
+
+def test_a_prompt_cache_made_by_mlx_lm_goes_on_here(tiny):
+    folder, prompt = tiny("qwen3_moe", "affine"), random_tokens(30)
+    reference, model = resident(folder), streamed(folder)
+    caches = [make_prompt_cache(m) for m in (reference, model)]
+    for m, cache in zip((reference, model), caches, strict=True):
+        mx.eval(m(mx.array([prompt]), cache=cache))
+        trim_prompt_cache(cache, 4)
+    a = tokens_of(generate_step, reference, [9, 8], prompt_cache=lambda: caches[0])
+    b = tokens_of(smoe_generate_step, model, [9, 8], prompt_cache=lambda: caches[1])
+    assert a[0] == b[0]
+    assert all(map(same_bits, a[1], b[1]))
+
+
+def test_batch_generate(tiny, tokenizer):
+    folder = tiny("qwen3_moe", "affine")
+    prompts = [random_tokens(n, seed=n) for n in (5, 17, 3)]
+    expected = batch_generate(resident(folder), tokenizer, prompts, max_tokens=10)
+    got = batch_generate(streamed(folder), tokenizer, prompts, max_tokens=10)
+    assert got.texts == expected.texts
+    assert any(expected.texts)
+
+
+def test_speculative_decoding(tiny, tokenizer):
+    folder = tiny("qwen3_moe", "affine")
+    draft = resident(tiny("qwen2_moe", "affine"))
+    expected = mlx_lm.generate(resident(folder), tokenizer, random_tokens(9), max_tokens=12)
+    got = smoe_mlx.generate(
+        streamed(folder), tokenizer, random_tokens(9), max_tokens=12, draft_model=draft
+    )
+    assert got == expected
+
+
+def test_stream_generate_responses_are_mlx_lms(tiny, tokenizer):
+    folder = tiny("qwen3_moe", "affine")
+    prompt = random_tokens(9)
+    a = list(mlx_lm.stream_generate(resident(folder), tokenizer, prompt, max_tokens=8))
+    b = list(smoe_mlx.stream_generate(streamed(folder), tokenizer, prompt, max_tokens=8))
+    fields = ("text", "token", "from_draft", "prompt_tokens", "generation_tokens", "finish_reason")
+    assert [[getattr(r, f) for f in fields] for r in a] == [
+        [getattr(r, f) for f in fields] for r in b
+    ]
+
+
+def test_progress_is_reported_as_by_mlx_lm(tiny):
+    folder, prompt = tiny("qwen3_moe", "affine"), mx.array(random_tokens(23))
+    calls = []
+    for step, model in ((generate_step, resident(folder)), (smoe_generate_step, streamed(folder))):
+        seen = []
+        options = {"max_tokens": 1, "prefill_step_size": 5}
+        list(
+            step(prompt, model, prompt_progress_callback=lambda *a, s=seen: s.append(a), **options)
+        )
+        calls.append(seen)
+    assert calls[0] == calls[1]
+    assert len(calls[0]) == 7
+
+
+def test_no_forward_is_wasted(tiny, monkeypatch):
+    folder = tiny("qwen3_moe", "affine")
+    model, forwards = streamed(folder), []
+    call = type(model).__call__
+    monkeypatch.setattr(
+        type(model),
+        "__call__",
+        lambda self, x, *a, **k: forwards.append(x.shape[1]) or call(self, x, *a, **k),
+    )
+    list(smoe_generate_step(mx.array(random_tokens(10)), model, max_tokens=4))
+    assert forwards == [9, 1, 1, 1, 1]
+
+
+def test_stopping_early_leaves_the_model_usable(tiny):
+    folder, prompt = tiny("qwen3_moe", "affine"), random_tokens(20)
+    model = streamed(folder)
+    list(itertools.islice(smoe_generate_step(mx.array(prompt), model, max_tokens=50), 3))
+    list(itertools.islice(generate_step(mx.array(prompt), model, max_tokens=50), 3))
+    expected = tokens_of(generate_step, resident(folder), prompt)
+    assert tokens_of(smoe_generate_step, model, prompt)[0] == expected[0]
+
+
+def test_bad_calls_are_told_so(tiny, tokenizer):
+    folder = tiny("qwen3_moe", "affine")
+    model = streamed(folder)
+    with pytest.raises(ValueError, match="empty"):
+        list(smoe_generate_step(mx.array([], mx.int32), model))
+    with pytest.raises(ValueError, match="max_tokens"):
+        list(smoe_mlx.stream_generate(model, tokenizer, [1], max_tokens=0))
+    with pytest.raises(smoe_mlx.UnsupportedModelError, match=r"smoe_mlx\.load"):
+        list(smoe_mlx.stream_generate(resident(folder), tokenizer, [1]))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """The demo's tokenizer, ids folded into the tiny vocabulary."""
+    from pathlib import Path
+
+    from mlx_lm.utils import load_tokenizer
+
+    tokenizer = load_tokenizer(Path(smoe_mlx.__file__).parent / "demo")
+    assert isinstance(tokenizer, TokenizerWrapper)
+    return tokenizer

@@ -1,0 +1,80 @@
+"""A model stays in the memory it was given: measured in a fresh process, load to last token."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import smoe_mlx
+
+DEMO = Path(smoe_mlx.__file__).parent / "demo"
+
+# Runs a prompt as long as the planned context and some tokens, and reports what it took. "Over the
+# interpreter's own": what the process holds after all imports and a first MLX computation.
+SCRIPT = """
+import gc, json, resource, sys
+import mlx.core as mx
+import smoe_mlx
+from smoe_mlx.generate import generate_step
+
+def resident_set():
+    for line in open("/proc/self/status"):
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+
+folder, memory, context = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+from mlx_lm.utils import load_tokenizer
+from pathlib import Path
+load_tokenizer(Path(folder))
+mx.eval(mx.ones((64, 64)) @ mx.ones((64, 64)))
+gc.collect()
+peak_is_known = sys.platform == "linux"
+before = resident_set() if peak_is_known else 0
+mx.reset_peak_memory()
+config = smoe_mlx.StreamingConfig(memory=memory, context=context)
+model, tokenizer = smoe_mlx.load(folder, config=config)
+prompt = mx.array([(i * 37) % 500 for i in range(context - 8)])
+for token, _ in generate_step(prompt, model, max_tokens=8):
+    pass
+s = smoe_mlx.stats(model)
+print(json.dumps({
+    "plan": s.plan.total, "memory": memory, "peak": mx.get_peak_memory(),
+    "slots": s.plan.slots, "misses": s.misses,
+    "rss": resident_set() - before if peak_is_known else None,
+}))
+"""
+
+
+def run(folder: Path, memory: int, context: int) -> dict:
+    out = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(folder), str(memory), str(context)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return json.loads(out.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("budget", ["smallest", "useful", "quarter", "everything"])
+def test_peak_memory_stays_within_the_plan(budget):
+    plan = smoe_mlx.plan(DEMO, slots=0.25)
+    memory = {
+        "smallest": plan.minimum,
+        "useful": plan.useful,
+        "quarter": plan.minimum + plan.experts_nbytes // 4,
+        "everything": plan.full,
+    }[budget]
+    got = run(DEMO, memory, 1024)
+    assert got["plan"] <= memory
+    assert got["peak"] <= 1.02 * got["plan"]
+    assert got["misses"] > 0 or budget == "everything"
+    if got["rss"] is not None:
+        assert got["rss"] <= got["plan"] + 150_000_000
+
+
+def test_the_plan_is_no_empty_promise():
+    """The negative control: a plan that forgot the slots or the activations would be exceeded."""
+    plan = smoe_mlx.plan(DEMO, slots=1.0)
+    got = run(DEMO, plan.total, 1024)
+    assert got["peak"] > got["plan"] - plan.slots_nbytes
+    assert got["peak"] > 0.6 * got["plan"]
