@@ -251,7 +251,7 @@ def rotated(names: list, by: int) -> list:
 
 
 def compare(args: argparse.Namespace) -> None:
-    names = [RESIDENT, *(str(s) for s in args.shares)]
+    names = [RESIDENT, *dict.fromkeys(str(s) for s in args.shares)]
     runs: dict[str, list[dict]] = {name: [] for name in names}
     turns = args.tokens // args.turn
     for i in range(args.rounds):

@@ -25,7 +25,7 @@ from smoe_mlx.cache import experts as experts_module
 from smoe_mlx.cache.bank import SlotBank
 from smoe_mlx.cache.experts import SharedExpertCache
 from smoe_mlx.errors import BudgetError, CheckpointError, ExpertReadError
-from smoe_mlx.store.layout import ExpertLayout, TensorSpec, layout_from_checkpoint
+from smoe_mlx.store.layout import TensorSpec, layout_from_checkpoint
 from smoe_mlx.store.reader import ExpertReader
 from smoe_mlx.store.safetensors import Checkpoint
 
@@ -467,6 +467,44 @@ def test_pinned_experts_survive_a_storm(model):
     claim(cache, 1, [0, 1])
     assert in_memory(cache, 0) == {4}
     model.assert_in_slot(cache, 0, 4)
+
+
+def spoil_owner(bank):
+    bank.owner[int(bank.tables[0][1])] = (1, 1)
+
+
+def spoil_table(bank):
+    bank.tables[0][1] = bank.tables[0][0]
+
+
+def spoil_free(bank):
+    bank.free.append(int(bank.tables[0][1]))
+
+
+def free_twice(bank):
+    bank.free.append(bank.free[0])
+
+
+def lose_slot(bank):
+    bank.free.pop()
+
+
+def lose_pinned(bank):
+    bank.pinned.add((1, 3))
+
+
+@pytest.mark.parametrize(
+    "spoil", [spoil_owner, spoil_table, spoil_free, free_twice, lose_slot, lose_pinned]
+)
+def test_the_self_check_notices(model, spoil):
+    cache = model.cache(slots_a=4)
+    claim(cache, 0, [0, 1])
+    cache.check()
+    spoil(cache._banks[0])
+    with pytest.raises(AssertionError):
+        cache.check()
+    with pytest.raises(AssertionError):
+        claim(cache, 0, [0])  # as `debug` is on
 
 
 @pytest.mark.parametrize(

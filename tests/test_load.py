@@ -171,6 +171,28 @@ class Block(qwen3_moe.Qwen3MoeSparseMoeBlock):
         load_half(folder)
 
 
+def test_muse_spark_up_to_where_its_metal_kernels_begin(tmp_path):
+    """Its forward needs Metal; its loading, its norm under the experts and its experts do not."""
+    text = {
+        "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "num_hidden_layers": 2, "vocab_size": 512, "rms_norm_eps": 1e-5, "post_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 1000.0}, "layer_rope_theta": [1000.0, 0],
+        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16,
+        "final_logit_softcapping": 30.0, "output_multiplier": 1.0, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "moe_hidden_size": 64, "moe_intermediate_size": 64,
+    }  # fmt: skip
+    config = {"model_type": "muse_spark", "text_config": text}
+    reference = random_model(config)
+    folder = save_checkpoint(tmp_path / "m", reference, config)
+    model = load_half(folder)
+    experts = model.model.language_model.layers[1].mlp.experts
+    original = reference.model.language_model.layers[1].mlp.experts
+    assert isinstance(experts, smoe_mlx.StreamingSwitchGLU)
+    assert same_bits(experts.post_expert_norm.weight, original.post_expert_norm.weight)
+    x, ids = mx.random.normal((1, 70, 64)), mx.array(np.arange(140).reshape(1, 70, 2) * 5 % 8)
+    assert same_bits(experts(x, ids), original(x, ids))
+
+
 def test_zero_experts_are_not_read(tiny):
     """LongCat's router may choose numbers that are no experts; mlx-lm's block makes them 0."""
     folder = tiny("longcat_flash", "affine")

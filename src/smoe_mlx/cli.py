@@ -164,12 +164,20 @@ def run_plan(args: argparse.Namespace) -> None:
 
 def run_generate(args: argparse.Namespace) -> None:
     model, tokenizer = _load(args)
-    last = None
-    for last in _responses(args, model, tokenizer):
-        print(last.text, end="", flush=True)
+    first, start = None, ""
+    for response in _responses(args, model, tokenizer):
+        if first is None:
+            first = response.token
+            # mlx-lm's detokenizer drops a leading space, which a continued prompt needs.
+            start = " " if tokenizer.decode([first]).startswith(" ") else ""
+        text = response.text
+        if text:
+            text = text if text.startswith(start) else start + text
+            start = ""
+        print(text, end="", flush=True)
     print()
-    if last is not None and not args.quiet:
-        print(f"\n{one_line(last, stats(model))}", file=sys.stderr)
+    if not args.quiet:
+        print(f"\n{one_line(response, stats(model))}", file=sys.stderr)
 
 
 def run_stats(args: argparse.Namespace) -> None:
