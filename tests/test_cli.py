@@ -45,7 +45,7 @@ def test_generate():
     assert everything.stdout == quiet.stdout
     piped = smoe(*base[:4], "--slots", "64", "-q", "--prompt", "-", input="def main(")
     assert piped.stdout == quiet.stdout
-    direct = smoe(*base, "--quiet", "--direct", "--threads", "0")
+    direct = smoe(*base, "--quiet", "--io", "direct", "--threads", "0")
     assert direct.stdout == quiet.stdout
     flag = smoe("generate", "--model", *base[1:], "--quiet")
     assert flag.stdout == quiet.stdout

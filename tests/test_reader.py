@@ -85,7 +85,7 @@ def shared_reader(request, three_files):
     reader = ExpertReader(
         three_files, 0 if request.param == "alone" else 3, request.param == "direct"
     )
-    if request.param == "direct" and not reader.direct:
+    if request.param == "direct" and not reader.io == "direct":
         pytest.skip("this file system refuses O_DIRECT")
     yield reader
     reader.close()
@@ -150,7 +150,7 @@ def places(draw):
 @example([(0, 0, 30_000), (0, 0, 30_000), (1, 29_999, 1)])
 @example([(0, 5, 0)])
 def test_random_requests_equal_a_plain_read(shared_reader, three_files, wanted):
-    if shared_reader.direct:  # see test_a_direct_read_of_nothing_is_no_error
+    if shared_reader.io == "direct":  # see test_a_direct_read_of_nothing_is_no_error
         wanted = [p for p in wanted if p[2]] or [(0, 5, 1)]
     read_and_check(shared_reader, three_files, wanted)
 
@@ -290,8 +290,8 @@ far_apart = [(0, 10_000 * i, 100) for i in range(9)]
 
 @pytest.mark.parametrize("direct", [False, True])
 def test_short_reads_are_continued(monkeypatch, one_file, direct):
-    reader = ExpertReader([one_file], threads=2, direct=direct)
-    if direct and not reader.direct:
+    reader = ExpertReader([one_file], threads=2, io=direct)
+    if direct and not reader.io == "direct":
         pytest.skip("this file system refuses O_DIRECT")
     calls = []
 
@@ -526,7 +526,7 @@ def test_an_interrupt_at_any_line_neither_hangs_nor_leaves_a_read_under_way(monk
 
 def test_the_page_cache_is_used_unless_direct_is_asked_for(one_file):
     reader = ExpertReader([one_file])
-    assert not reader.direct
+    assert not reader.io == "direct"
     reader.close()
 
 
@@ -541,16 +541,16 @@ def test_where_direct_is_refused_the_reader_says_so_and_works(monkeypatch, one_f
         return real_open(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", refuse)
-    reader = ExpertReader([one_file], threads=1, direct=True)
-    assert not reader.direct
+    reader = ExpertReader([one_file], threads=1, io="direct")
+    assert not reader.io == "direct"
     read_and_check(reader, [one_file], far_apart)
     reader.close()
 
 
 @pytest.mark.parametrize("offset", [0, 4096, 5000])
 def test_a_direct_read_of_nothing_is_no_error(request, one_file, offset):
-    reader = ExpertReader([one_file], threads=0, direct=True)
-    if not reader.direct:
+    reader = ExpertReader([one_file], threads=0, io="direct")
+    if not reader.io == "direct":
         pytest.skip("this file system refuses O_DIRECT")
     if offset % 4096 == 0 and reader._files[0].bounced:
         request.applymarker(pytest.mark.xfail(strict=True, reason="BUG: mmap of 0 bytes"))
@@ -568,7 +568,7 @@ def test_a_direct_reader_reads_the_file_that_was_checked(tmp_path):
             link.unlink()
             link.symlink_to(tmp_path / "new")
             try:
-                reader = ExpertReader([file], threads=0, direct=True)
+                reader = ExpertReader([file], threads=0, io="direct")
             except CheckpointChangedError:
                 return
             read_and_check(reader, [file], [(0, 5000, 100)])
@@ -593,7 +593,7 @@ def test_threads_are_gone_after_close(one_file):
 
 def test_threads_and_descriptors_are_gone_with_the_reader(one_file):
     before = set(threading.enumerate())
-    reader = ExpertReader([one_file], threads=3, direct=True)
+    reader = ExpertReader([one_file], threads=3, io="direct")
     descriptors = [f.direct_fd for f in reader._files if f.direct_fd >= 0]
     read_and_check(reader, [one_file], far_apart)
     assert new_threads(before)
@@ -643,7 +643,7 @@ def test_two_readers_of_the_same_files_work_side_by_side(three_files):
 
 
 SCRIPT = """
-import os, sys
+import os, sys, threading
 from smoe_mlx.store.reader import ExpertReader, ReadRequest
 from smoe_mlx.store.safetensors import SafetensorsMmap
 
@@ -663,6 +663,7 @@ def in_child(action):
 
 assert read_right()
 assert in_child(lambda: read_right() and read_right()), "the child read wrong"
+assert in_child(lambda: read_right() and threading.active_count() > 1), "the child reads alone"
 assert read_right()
 assert in_child(lambda: reader.close() is None), "the child could not close"
 assert in_child(lambda: read_right() and reader.close() is None), "nor after reading"

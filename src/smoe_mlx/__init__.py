@@ -8,15 +8,20 @@ from .errors import (
     CheckpointError,
     ExpertReadError,
     ModelNotFoundError,
+    RecipeError,
     SmoeError,
     UnsupportedModelError,
+    VaultError,
 )
 from .generate import generate, stream_generate
 from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
 from .load import load, plan
 from .plan import MemoryPlan
+from .sculptor.shatter import shatter
+from .sculptor.verify import verify
 from .stats import Stats, stats
 from .store.safetensors import SafetensorsMmap
+from .store.vault import Vault
 
 __version__ = "0.1.0"
 
@@ -27,6 +32,7 @@ __all__ = [
     "ExpertReadError",
     "MemoryPlan",
     "ModelNotFoundError",
+    "RecipeError",
     "SafetensorsMmap",
     "SharedExpertCache",
     "SmoeError",
@@ -35,9 +41,13 @@ __all__ = [
     "StreamingSwitchGLU",
     "StreamingSwitchMLP",
     "UnsupportedModelError",
+    "Vault",
+    "VaultError",
     "generate",
     "load",
     "plan",
+    "shatter",
     "stats",
     "stream_generate",
+    "verify",
 ]

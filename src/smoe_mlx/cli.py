@@ -5,10 +5,12 @@ import json
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
+from tqdm import tqdm
 
 from . import __version__
 from .config import StreamingConfig
@@ -18,7 +20,11 @@ from .hub import DEMO
 from .load import load
 from .load import plan as make_plan
 from .plan import format_bytes
+from .sculptor.recipe import AFFINE_BITS, AFFINE_GROUPS, FIXED
+from .sculptor.shatter import shatter
+from .sculptor.verify import verify
 from .stats import Stats, stats
+from .store.reader import IO_MODES
 
 DEMO_PROMPT = "And the LORD said unto Moses,"
 
@@ -28,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         args.run(args)
-    except SmoeError as e:
+    except (SmoeError, FileExistsError) as e:
         print(f"smoe-mlx: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -71,6 +77,24 @@ def build_parser() -> argparse.ArgumentParser:
     _add_budget(stats_)
     stats_.add_argument("--json", action="store_true", help="print JSON")
     stats_.set_defaults(run=run_stats)
+
+    shatter_ = commands.add_parser("shatter", help="make a vault: one aligned record an expert")
+    shatter_.add_argument("src", help="local folder or Hub repository")
+    shatter_.add_argument("dst", help="the new folder")
+    _add_quantisation(shatter_, "", "the experts (default: keep their bytes)")
+    shatter_.add_argument(
+        "--recipe", help="SMOE-Q4, SMOE-Q2, or a JSON file of settings by layer and projection"
+    )
+    _add_quantisation(shatter_, "backbone-", "everything else (default: keep it)")
+    shatter_.add_argument("--revision", help="branch, tag or commit of a Hub repository")
+    shatter_.add_argument("--trust-remote-code", action="store_true")
+    shatter_.set_defaults(run=run_shatter)
+
+    verify_ = commands.add_parser("verify", help="check every record of a vault")
+    verify_.add_argument("dst", help="the folder that shatter made")
+    verify_.add_argument("--source", help="compare with the checkpoint it was made from")
+    verify_.add_argument("--trust-remote-code", action="store_true")
+    verify_.set_defaults(run=run_verify)
     return parser
 
 
@@ -92,7 +116,12 @@ def _add_budget(parser: argparse.ArgumentParser, slots: float | None = None) -> 
     )
     group.add_argument("--context", type=int, help="tokens of KV cache to plan for")
     group.add_argument("--threads", type=int, default=8, help="reads at a time (default: 8)")
-    group.add_argument("--direct", action="store_true", help="read past the page cache")
+    group.add_argument(
+        "--io", choices=IO_MODES, default="pread", help="direct: past the page cache"
+    )
+    group.add_argument(
+        "--check", action="store_true", help="compare each record of a vault with its checksum"
+    )
     parser.set_defaults(default_slots=slots)
 
 
@@ -119,6 +148,13 @@ def _add_prompt(
     add("--quiet", "-q", action="store_true", help="print nothing but the text")
 
 
+def _add_quantisation(parser: argparse.ArgumentParser, prefix: str, what: str) -> None:
+    group = parser.add_argument_group(f"quantise {what}")
+    group.add_argument(f"--{prefix}bits", type=int, choices=AFFINE_BITS)
+    group.add_argument(f"--{prefix}group-size", type=int, choices=(16, *AFFINE_GROUPS))
+    group.add_argument(f"--{prefix}mode", choices=("affine", *FIXED))
+
+
 def _slots(text: str) -> int | float:
     try:
         return float(text) if "." in text else int(text)
@@ -143,7 +179,8 @@ def _config(args: argparse.Namespace) -> StreamingConfig:
             slots=slots,
             context=args.context,
             threads=args.threads,
-            direct=args.direct,
+            io=args.io,
+            check=args.check,
         )
     except ValueError as e:
         raise SmoeError(str(e)) from e
@@ -258,3 +295,40 @@ def _responses(args: argparse.Namespace, model: Any, tokenizer: Any) -> Iterator
         quantized_kv_start=args.quantized_kv_start,
         prefill_step_size=args.prefill_step_size,
     )
+
+
+def run_shatter(args: argparse.Namespace) -> None:
+    with tqdm(unit="B", unit_scale=True, unit_divisor=1000, desc="shatter") as bar:
+        warnings.showwarning = lambda message, *_: bar.write(f"warning: {message}", sys.stderr)
+        dst = shatter(
+            args.src,
+            args.dst,
+            bits=args.bits,
+            group_size=args.group_size,
+            mode=args.mode,
+            recipe=args.recipe,
+            backbone_bits=args.backbone_bits,
+            backbone_group_size=args.backbone_group_size,
+            backbone_mode=args.backbone_mode,
+            revision=args.revision,
+            trust_remote_code=args.trust_remote_code,
+            progress=lambda done, total: _show(bar, done, total),
+        )
+    size = sum(p.stat().st_size for p in dst.iterdir())
+    print(f"{dst}: {format_bytes(size)}. Run it: smoe-mlx generate {dst}")
+
+
+def run_verify(args: argparse.Namespace) -> None:
+    with tqdm(unit=" records", desc="verify") as bar:
+        records = verify(
+            args.dst,
+            args.source,
+            args.trust_remote_code,
+            progress=lambda done, total: _show(bar, done, total),
+        )
+    print(f"{args.dst}: {records:,} records, all as they were written.")
+
+
+def _show(bar: Any, done: int, total: int) -> None:
+    bar.total = total
+    bar.update(done - bar.n)

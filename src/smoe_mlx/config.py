@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from .errors import BudgetError
+from .store.reader import IO_MODES
 
 _UNITS = {"": 1, "B": 1}
 for _i, _p in enumerate("KMGT", start=1):
@@ -39,7 +40,8 @@ class StreamingConfig:
         prefill_step: prompt tokens that pass the model at a time. None: 2048 as mlx-lm, or less
             where the memory asks for it.
         threads: reads that may be under way beside the calling thread's own.
-        direct: read past the page cache (F_NOCACHE, O_DIRECT).
+        io: how experts are read: "pread", "direct" (past the page cache) or "mmap".
+        check: compare each record of a vault with its checksum when it is first read.
         debug: check the cache's bookkeeping at every step (slow).
     """
 
@@ -48,7 +50,8 @@ class StreamingConfig:
     context: int | None = None
     prefill_step: int | None = None
     threads: int = 8
-    direct: bool = False
+    io: str = "pread"
+    check: bool = False
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -66,6 +69,8 @@ class StreamingConfig:
                 )
             if self.slots < 1 and isinstance(self.slots, int):
                 raise BudgetError(f"slots={self.slots}: at least 1")
+        if self.io not in IO_MODES:
+            raise ValueError(f"io={self.io!r}: one of {', '.join(IO_MODES)}")
         for name, least in (("context", 1), ("prefill_step", 1), ("threads", 0)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < least):

@@ -27,3 +27,11 @@ class ExpertReadError(SmoeError, OSError):
 
 class BudgetError(SmoeError, ValueError):
     """The memory or slot budget is too small or not understood; the message says what would do."""
+
+
+class VaultError(CheckpointError):
+    """A vault is malformed, incomplete, damaged or does not belong to its checkpoint."""
+
+
+class RecipeError(SmoeError, ValueError):
+    """A quantisation that MLX does not have, or a recipe that cannot be read."""

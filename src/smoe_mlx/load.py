@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,17 @@ from mlx_lm.utils import load_adapters, load_tokenizer
 
 from .cache.experts import SharedExpertCache
 from .config import StreamingConfig
-from .errors import CheckpointError, UnsupportedModelError
+from .errors import CheckpointError, UnsupportedModelError, VaultError
 from .hub import find_model
 from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
 from .layers.zero_experts import tell_true_routing
 from .plan import MemoryPlan, available_memory, make_plan
 from .skeleton import Skeleton, build_skeleton, measure_shape, other_children, replace_module
 from .stats import Streaming
+from .store.files import OpenFile
 from .store.reader import ExpertReader
 from .store.safetensors import Checkpoint, SafetensorsMmap
+from .store.vault import VAULT_FILE, Vault
 
 
 def load(
@@ -78,11 +81,12 @@ def load_model(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """`load` without the tokenizer, from a local folder. Returns (model, its config)."""
     config = config or StreamingConfig()
-    checkpoint = _open(folder)
+    checkpoint, vault = _open(folder)
     try:
-        skeleton = build_skeleton(folder, checkpoint, model_config, trust_remote_code)
+        skeleton = build_skeleton(folder, checkpoint, model_config, trust_remote_code, vault)
+        files = checkpoint.files if vault is None else [vault]
         model = skeleton.model
-        model._streaming = _install(skeleton, checkpoint, _plan(skeleton, config), config)
+        model._streaming = _install(skeleton, files, _plan(skeleton, config), config)
         if adapter_path is not None:
             _check_adapter(Path(adapter_path), skeleton)
             model = load_adapters(model, adapter_path)
@@ -90,8 +94,11 @@ def load_model(
         if not lazy:
             mx.eval(model)  # not only its parameters: some models keep lazy constants besides
     except BaseException:
-        checkpoint.close()
+        for file in (*checkpoint.files, *([vault] if vault else [])):
+            file.close()
         raise
+    if vault is not None:
+        checkpoint.close()
     return model, skeleton.config
 
 
@@ -108,11 +115,14 @@ def plan(
     """What `load` would do with this budget, from headers alone. Arguments and errors as `load`."""
     config = _streaming_config(memory, slots, config)
     folder = find_model(path_or_repo, revision)
-    checkpoint = _open(folder)
+    checkpoint, vault = _open(folder)
     try:
-        return _plan(build_skeleton(folder, checkpoint, model_config, trust_remote_code), config)
+        skeleton = build_skeleton(folder, checkpoint, model_config, trust_remote_code, vault)
+        return _plan(skeleton, config)
     finally:
         checkpoint.close()
+        if vault is not None:
+            vault.close()
 
 
 def _streaming_config(
@@ -125,16 +135,42 @@ def _streaming_config(
     return config
 
 
-def _open(folder: Path) -> Checkpoint:
+def _open(folder: Path) -> tuple[Checkpoint, Vault | None]:
+    """The weights of a folder, and the vault beside them if its config names one."""
     config = folder / "config.json"
     try:
-        if not isinstance(json.loads(config.read_text()), dict):
+        document = json.loads(config.read_text())
+        if not isinstance(document, dict):
             raise ValueError("not an object")
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: no config.json in this folder.") from None
     except ValueError as e:
         raise CheckpointError(f"{config}: not valid JSON ({e}).") from None
-    return Checkpoint(folder)
+    checkpoint = Checkpoint(folder)
+    try:
+        return checkpoint, _open_vault(folder, document.get("smoe_mlx"))
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def _open_vault(folder: Path, entry: Any) -> Vault | None:
+    path = folder / VAULT_FILE
+    if entry is None and not path.exists():
+        return None
+    if not isinstance(entry, dict):
+        raise VaultError(f"{folder}/config.json does not say that {VAULT_FILE} belongs to it.")
+    try:
+        vault = Vault(path)
+    except FileNotFoundError:
+        raise VaultError(f"{path} is missing: this folder holds only the backbone.") from None
+    if vault.header["id"] != entry.get("id"):
+        vault.close()
+        raise VaultError(
+            f"{path} was made from another checkpoint, or by another run, than the rest of this "
+            "folder. Shatter the source again."
+        )
+    return vault
 
 
 def _plan(skeleton: Skeleton, config: StreamingConfig) -> MemoryPlan:
@@ -150,14 +186,15 @@ def max_buffer_nbytes() -> int:
 
 
 def _install(
-    skeleton: Skeleton, checkpoint: Checkpoint, plan: MemoryPlan, config: StreamingConfig
+    skeleton: Skeleton, files: Sequence[OpenFile], plan: MemoryPlan, config: StreamingConfig
 ) -> Streaming:
     """Put a streaming module in the place of every switch module."""
-    reader = ExpertReader(checkpoint.files, config.threads, config.direct)
+    reader = ExpertReader(files, config.threads, config.io)
     cache = SharedExpertCache(
         skeleton.layouts,
         [(b.layers, b.slots) for b in plan.banks],
         reader,
+        check=config.check,
         debug=config.debug,
     )
     for layer, switch in enumerate(skeleton.switches):

@@ -29,11 +29,12 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear, SwitchMLP
 from mlx_lm.utils import _get_classes, load_config, load_model
 
 from .cache.bank import MX_DTYPES
-from .errors import CheckpointError, UnsupportedModelError
+from .errors import CheckpointError, UnsupportedModelError, VaultError
 from .layers.switch import Projection
 from .plan import LayerShape, ModelShape
 from .store.layout import ExpertLayout, layout_from_checkpoint
 from .store.safetensors import Checkpoint
+from .store.vault import Vault
 
 PROJECTIONS = {SwitchGLU: ("gate_proj", "up_proj", "down_proj"), SwitchMLP: ("fc1", "fc2")}
 KINDS = ("weight", "scales", "biases", "bias", "global_scale")
@@ -53,6 +54,11 @@ class Switch:
     projections: dict[str, Projection] = field(default_factory=dict)
 
     @property
+    def tensor_order(self) -> list[tuple[str, str]]:
+        """(projection, kind) of an expert's tensors, in the order in which they are kept."""
+        return [(p, k) for p in self.linears for k in KINDS if (p, k) in self.names]
+
+    @property
     def is_glu(self) -> bool:
         return isinstance(self.module, SwitchGLU)
 
@@ -68,6 +74,7 @@ class Skeleton:
     model: nn.Module
     config: dict[str, Any]
     switches: list[Switch]
+    model_file: str | None = None
 
     @property
     def layouts(self) -> list[ExpertLayout]:
@@ -82,15 +89,22 @@ def build_skeleton(
     checkpoint: Checkpoint,
     model_config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
+    vault: Vault | None = None,
+    keep_arrays: bool = False,
 ) -> Skeleton:
     """Build the model of `folder` with mlx-lm's loader; no weight is read.
+
+    Args:
+        vault: holds the experts, in the place of the checkpoint's own files.
+        keep_arrays: leave mlx-lm's lazy expert arrays in the switches, whatever `sanitize` did to
+            them, and look for no layout.
 
     Raises:
         UnsupportedModelError: dense, routed in a way of its own, or in a layout to be converted.
         CheckpointError: tensors are missing or of wrong shape or dtype.
     """
     switches: list[Switch] = []
-    hook = _model_classes(folder, switches, trust_remote_code)
+    hook = _model_classes(folder, switches, trust_remote_code, vault, keep_arrays)
     try:
         model, config = load_model(
             folder,
@@ -109,11 +123,20 @@ def build_skeleton(
     if not switches:
         raise UnsupportedModelError(_why_not_streamed(folder, config))
     for switch in switches:
-        _resolve(switch, checkpoint, config)
-    return Skeleton(model, config, switches)
+        _resolve_projections(switch, config, folder)
+        if not keep_arrays:
+            _resolve_layout(switch, checkpoint, vault)
+            switch.arrays.clear()  # the lazy arrays keep the files open
+    return Skeleton(model, config, switches, _model_file(folder))
 
 
-def _model_classes(folder: Path, switches: list[Switch], trust_remote_code: bool):  # type: ignore[no-untyped-def]
+def _model_classes(  # type: ignore[no-untyped-def]
+    folder: Path,
+    switches: list[Switch],
+    trust_remote_code: bool,
+    vault: Vault | None,
+    keep_arrays: bool,
+):
     """mlx-lm's `get_model_classes`, for a model class that keeps its experts out."""
 
     def get_model_classes(config: dict[str, Any]) -> tuple[type, type]:
@@ -135,11 +158,13 @@ def _model_classes(folder: Path, switches: list[Switch], trust_remote_code: bool
                 switches.extend(_empty_switches(self))
 
             def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+                if vault is not None:  # sanitize is to see a whole checkpoint
+                    weights = {**weights, **_placeholders(vault)}
                 originals = dict(weights)  # keeps the arrays, and so their ids, alive
                 with _recorded_stacks({id(a): n for n, a in originals.items()}) as names:
                     if hasattr(super(), "sanitize"):
                         weights = super().sanitize(weights)
-                    return _take_experts(weights, switches, names, folder)
+                    return _take_experts(weights, switches, names, folder, keep_arrays)
 
         return Streamed, args_class
 
@@ -211,6 +236,7 @@ def _take_experts(
     switches: list[Switch],
     names: dict[int, list[str]],
     folder: Path,
+    computed_too: bool,
 ) -> dict[str, mx.array]:
     """Move the expert tensors from `weights` to their switches; returns the rest."""
     wanted = {
@@ -225,14 +251,23 @@ def _take_experts(
             rest[name] = array
             continue
         switch, projection, kind = wanted[name]
-        if id(array) not in names:
+        if id(array) not in names and not computed_too:
             raise UnsupportedModelError(
                 f"{folder}: the experts of {switch.path} are stored in another layout (fused, "
                 f"transposed or in a format that mlx-lm unpacks as it loads). {CONVERT}"
             )
         switch.arrays[projection, kind] = array
-        switch.names[projection, kind] = names[id(array)]
+        switch.names[projection, kind] = names.get(id(array), [])
     return rest
+
+
+def _placeholders(vault: Vault) -> dict[str, mx.array]:
+    """Lazy arrays of the shapes that a vault's experts would have in a checkpoint."""
+    return {
+        f"{x.path}.{t.name}": mx.zeros((x.num_experts, *t.shape), MX_DTYPES[t.dtype])
+        for x in vault.layouts
+        for t in x.tensors
+    }
 
 
 def _explained(error: ValueError, folder: Path) -> Exception:
@@ -258,13 +293,22 @@ def _why_not_streamed(folder: Path, config: dict[str, Any]) -> str:
 # ---- checking the experts ------------------------------------------------------------------------
 
 
-def _resolve(switch: Switch, checkpoint: Checkpoint, config: dict[str, Any]) -> None:
-    """Find the quantisation and the place of a switch's experts, and check that they fit."""
+def _resolve_projections(switch: Switch, config: dict[str, Any], folder: Path) -> None:
+    """Find how a switch's experts are quantised, and check that the shapes fit."""
     for name, linear in switch.linears.items():
-        switch.projections[name] = _projection(switch, name, linear, config, checkpoint.folder)
-    order = [(p, k) for p in switch.linears for k in KINDS if (p, k) in switch.names]
+        switch.projections[name] = _projection(switch, name, linear, config, folder)
+
+
+def _resolve_layout(switch: Switch, checkpoint: Checkpoint, vault: Vault | None) -> None:
+    """Find where a switch's experts lie."""
+    if vault is not None:
+        switch.layout = _vault_layout(switch, vault)
+        return
     switch.layout = layout_from_checkpoint(
-        checkpoint, switch.path, switch.num_experts, {key: switch.names[key] for key in order}
+        checkpoint,
+        switch.path,
+        switch.num_experts,
+        {key: switch.names[key] for key in switch.tensor_order},
     )
     for t in switch.layout.tensors:
         array = switch.arrays[t.projection, t.kind]
@@ -275,7 +319,16 @@ def _resolve(switch: Switch, checkpoint: Checkpoint, config: dict[str, Any]) -> 
             )
         if (MX_DTYPES[t.dtype], (switch.num_experts, *t.shape)) != (array.dtype, array.shape):
             raise CheckpointError(f"{where} is not what mlx-lm would load ({array.dtype})")
-    switch.arrays.clear()  # the lazy arrays keep the files open
+
+
+def _vault_layout(switch: Switch, vault: Vault) -> ExpertLayout:
+    layout = next((x for x in vault.layouts if x.path == switch.path), None)
+    if layout is None:
+        raise VaultError(f"{vault.path}: the experts of {switch.path} are not in this vault.")
+    here = {(t.projection, t.kind): [f"{switch.path}.{t.name}"] for t in layout.tensors}
+    if here != switch.names or layout.num_experts != switch.num_experts:
+        raise VaultError(f"{vault.path}: {switch.path} is not what this model needs.")
+    return layout
 
 
 def _projection(

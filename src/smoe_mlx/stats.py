@@ -44,7 +44,7 @@ class Stats:
     calls: int
     waves: int
     resident_calls: int
-    direct: bool
+    io: str
     peak_memory: int
     plan: MemoryPlan
     layers: tuple[LayerStats, ...]
@@ -69,7 +69,7 @@ class Stats:
             f"hits / misses     {self.hits:,} / {self.misses:,} ({100 * self.hit_rate:.1f} % hits)",
             f"evictions         {self.evictions:,}",
             f"read              {format_bytes(self.bytes_read)} in {self.reads:,} reads"
-            + (" past the page cache" if self.direct else ""),
+            + {"pread": "", "direct": " past the page cache", "mmap": " by mmap"}[self.io],
             f"waited for reads  {self.wait_seconds:.2f} s",
             f"layer calls       {self.calls:,} by routing ({self.waves:,} waves), "
             f"{self.resident_calls:,} without",
@@ -110,7 +110,7 @@ def stats(model: nn.Module) -> Stats:
         calls=sum(x.calls for x in layers),
         waves=sum(x.waves for x in layers),
         resident_calls=sum(x.resident_calls for x in layers),
-        direct=reader.direct,
+        io=reader.io,
         peak_memory=mx.get_peak_memory(),
         plan=streaming.plan,
         layers=layers,

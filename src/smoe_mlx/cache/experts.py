@@ -6,13 +6,14 @@ computed from this cache has been evaluated (`hold`, `_settle`).
 """
 
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
-from ..errors import BudgetError
+from ..errors import BudgetError, VaultError
 from ..store.layout import ExpertLayout
 from ..store.reader import ExpertReader, ReadRequest
 from .bank import SlotBank
@@ -96,6 +97,7 @@ class SharedExpertCache:
             `tensors`. A bank with room for all its experts gives each layer its own rows.
         reader: reads the bytes.
         policy: makes the eviction policy of one bank.
+        check: compare experts that have a checksum with it, when they are first read.
         debug: check the bookkeeping on every claim (slow).
 
     One thread at a time may run a model on this cache; another may take over between calls.
@@ -107,12 +109,14 @@ class SharedExpertCache:
         banks: Iterable[tuple[Sequence[int], int]],
         reader: ExpertReader,
         policy: Callable[[], Policy] = LRU,
+        check: bool = False,
         debug: bool = False,
     ):
         self.layouts = list(layouts)
         self.reader = reader
         self.lock = threading.RLock()
         self.stats = CacheStats([LayerStats() for _ in self.layouts])
+        self._check, self._checked = check, set[Key]()
         self._debug = debug
         self._pending: list[mx.array] = []
         self._banks = []
@@ -273,6 +277,24 @@ class SharedExpertCache:
                 label = f"{t.name} of expert {e} of {layout.path}"
                 requests.append(ReadRequest(file, offset, row, label))
         self.reader.read(requests)
+        if self._check and layout.checksums is not None:
+            for e, slot in slots.items():
+                self._compare(layer, e, memory.rows(slot))
+
+    def _compare(self, layer: int, expert: int, rows: list[memoryview]) -> None:
+        """Compare the bytes of an expert, just read, with its checksum."""
+        layout = self.layouts[layer]
+        if (layer, expert) in self._checked or layout.checksums is None:
+            return
+        crc = 0
+        for row in rows:
+            crc = zlib.crc32(row, crc)
+        if crc != layout.checksums[expert]:
+            raise VaultError(
+                f"the record of expert {expert} of {layout.path} is damaged. "
+                "Make the vault again (smoe-mlx shatter)."
+            )
+        self._checked.add((layer, expert))
 
     # ---- slot lifetime -----------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ class ExpertLayout:
         tensors: what one expert is made of. Layers with equal `tensors` can share a slot bank.
         file_ids: [len(tensors), E] index into the reader's files.
         offsets: [len(tensors), E] bytes from the start of that file.
+        checksums: [E] CRC-32 over each expert's tensors in their order, where the store has them.
     """
 
     path: str
@@ -46,6 +47,7 @@ class ExpertLayout:
     tensors: tuple[TensorSpec, ...]
     file_ids: np.ndarray = field(repr=False, compare=False)
     offsets: np.ndarray = field(repr=False, compare=False)
+    checksums: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     @property
     def expert_nbytes(self) -> int:

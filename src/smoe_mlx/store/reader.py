@@ -5,6 +5,8 @@ touch bytes. The thread that asks for a read takes part in it, so that a few sma
 page cache cost no hand-over, while many or slow ones run side by side.
 """
 
+import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -17,13 +19,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..errors import ExpertReadError
-from .safetensors import SafetensorsMmap
+import numpy as np
 
+from ..errors import ExpertReadError
+from .files import OpenFile
+
+IO_MODES = ("pread", "direct", "mmap")
 PAGE = 4096
 IOV_MAX = 512  # Linux and macOS allow 1024; one read never needs as many
 MERGE_GAP_NBYTES = 4096  # ranges closer than this are read as one, the gap into waste memory
-MERGE_MAX_NBYTES = 4 << 20  # a merged read stays small enough to run beside others
+MERGE_MAX_NBYTES = 16 << 20  # one record of a vault, but no more than can run beside others
 
 
 class ReadRequest(NamedTuple):
@@ -114,31 +119,55 @@ class _Batch:
             self.error = self.error or error
 
 
+def _without(buffers: list[memoryview], n: int) -> list[memoryview]:
+    """The buffers less their first `n` bytes."""
+    for i, b in enumerate(buffers):
+        if n < len(b):
+            return [b[n:], *buffers[i + 1 :]]
+        n -= len(b)
+    return []
+
+
+_scratch = threading.local()  # page-aligned memory of a thread, for direct reads
+
+
+def _pages(nbytes: int) -> memoryview:
+    """At least `nbytes` page-aligned bytes, the same ones for each read of a thread."""
+    pages = getattr(_scratch, "pages", None)
+    if pages is None or len(pages) < nbytes:
+        _scratch.pages = pages = mmap.mmap(-1, -(-nbytes // PAGE) * PAGE)
+    return memoryview(pages)
+
+
+def _is_aligned(offset: int, buffer: memoryview) -> bool:
+    """Whether direct I/O can read these bytes of a file straight into this memory."""
+    if offset % PAGE or len(buffer) % PAGE or not len(buffer):
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % PAGE == 0
+
+
 class _File:
     """One open file and how to read from it."""
 
-    def __init__(self, source: SafetensorsMmap, direct: bool):
+    def __init__(self, source: OpenFile, io: str):
         self.source, self.path, self.fd = source, source.path, source.fileno()
         self.size = source.fingerprint.size
-        self.direct_fd = -1
-        if direct and hasattr(fcntl, "F_NOCACHE"):  # macOS: any alignment will do
-            self.fd = os.open(self.path, os.O_RDONLY)
-            self.direct_fd = self.fd
+        self.own_fd = -1
+        self.read_into = self._scatter
+        if io == "direct" and hasattr(fcntl, "F_NOCACHE"):  # macOS: any alignment will do
+            self.own_fd = self.fd = os.open(self.path, os.O_RDONLY)
             fcntl.fcntl(self.fd, fcntl.F_NOCACHE, 1)
-        elif direct and hasattr(os, "O_DIRECT"):
-            try:
-                self.direct_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECT)
-            except OSError as e:
-                if e.errno != errno.EINVAL:
-                    raise
-        self.bounced = self.direct_fd >= 0 and self.direct_fd != self.fd
+        elif io == "direct" and hasattr(os, "O_DIRECT"):
+            with contextlib.suppress(OSError):  # a file system without direct I/O
+                self.own_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECT)
+                self.read_into = self._read_direct
+        elif io == "mmap" and self.size:
+            self.map = mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ)
+            self.read_into = self._copy_mapped
 
     def read(self, read: _Read) -> None:
         try:
-            if self.bounced:
-                self._read_direct(read)
-            else:
-                self._scatter(read)
+            self.read_into(read)
         except OSError as e:
             if isinstance(e, ExpertReadError):
                 raise
@@ -161,35 +190,63 @@ class _File:
                 raise self._short(read, left)
             offset, left = offset + n, left - n
             if left:  # a short read: go on behind what came
-                rest = []
-                for b in buffers:
-                    if n >= len(b):
-                        n -= len(b)
-                    else:
-                        rest.append(b[n:])
-                        n = 0
-                buffers = rest
+                buffers = _without(buffers, n)
 
     def _read_direct(self, read: _Read) -> None:
-        """O_DIRECT wants page-aligned memory and offsets: read the pages around, then copy."""
+        """O_DIRECT wants page-aligned memory, offsets and lengths. Buffers that have them are read
+        into; for the rest, the pages around are read into scratch memory and copied from there."""
         start = read.offset - read.offset % PAGE
         end = read.offset + read.nbytes
-        with mmap.mmap(-1, -(-(end - start) // PAGE) * PAGE) as pages, memoryview(pages) as view:
-            filled = 0
-            while start + filled < end:
-                n = os.preadv(self.direct_fd, [view[filled:]], start + filled)
-                if n == 0 or (n % PAGE and start + filled + n < min(end, self.size)):
-                    raise self._short(read, end - start - filled - n)
-                filled += n
-            at = read.offset - start
-            for b in read.buffers:
-                b[:] = view[at : at + len(b)]
-                at += len(b)
+        scratch = _pages(end - start + 2 * PAGE * len(read.buffers))
+        parts: list[memoryview] = []  # what is read, page by page, from `start` on
+        copies: list[tuple[memoryview, memoryview]] = []
+        used = 0  # bytes of scratch
+        covered = start  # up to here the file is covered by `parts`
+        at = read.offset
+        loose: list[tuple[int, memoryview]] = []
+
+        def close_loose(upto: int) -> None:
+            nonlocal used, covered
+            if upto > covered:
+                pages = scratch[used : used + upto - covered]
+                copies.extend((b, pages[p - covered : p - covered + len(b)]) for p, b in loose)
+                parts.append(pages)
+                used, covered = used + upto - covered, upto
+            loose.clear()
+
+        for buffer in read.buffers:
+            if _is_aligned(at, buffer):
+                close_loose(at)
+                parts.append(buffer)
+                covered = at + len(buffer)
+            else:
+                loose.append((at, buffer))
+            at += len(buffer)
+        close_loose(-(-end // PAGE) * PAGE)
+        position = start
+        while position < end:
+            n = os.preadv(self.own_fd, parts[:IOV_MAX], position)
+            position += n
+            if n == 0 or (n % PAGE and position < end):
+                raise self._short(read, end - position)
+            parts = _without(parts, n)
+        for buffer, pages in copies:
+            buffer[:] = pages
+
+    def _copy_mapped(self, read: _Read) -> None:
+        """Copy from a mapping. Touching pages behind the end of a file would kill the process."""
+        size = os.fstat(self.fd).st_size
+        if read.offset + read.nbytes > size:
+            raise self._short(read, read.offset + read.nbytes - size)
+        at = read.offset
+        for buffer in read.buffers:  # numpy lets other threads run while it copies
+            np.frombuffer(buffer, np.uint8)[:] = np.frombuffer(self.map, np.uint8, len(buffer), at)
+            at += len(buffer)
 
     def close(self) -> None:
-        if self.direct_fd >= 0:
-            os.close(self.direct_fd)
-            self.direct_fd = -1
+        if self.own_fd >= 0:
+            os.close(self.own_fd)
+            self.own_fd = -1
 
 
 def _serve(batches: "queue.SimpleQueue[_Batch | None]", files: list[_File]) -> None:
@@ -235,14 +292,17 @@ class ExpertReader:
     Args:
         files: the opened files; a request names one by its index.
         threads: how many reads may be under way beside the caller's own.
-        direct: bypass the page cache (F_NOCACHE on macOS, O_DIRECT with aligned bounce memory on
-            Linux; where the file system refuses O_DIRECT, `direct` is False afterwards).
+        io: "pread"; "direct" past the page cache (F_NOCACHE on macOS, O_DIRECT on Linux; where the
+            file system has no direct I/O, `io` is "pread" afterwards); or "mmap".
     """
 
-    def __init__(self, files: Sequence[SafetensorsMmap], threads: int = 8, direct: bool = False):
-        self._files = [_File(f, direct) for f in files]
+    def __init__(self, files: Sequence[OpenFile], threads: int = 8, io: str = "pread"):
+        if io not in IO_MODES:
+            raise ValueError(f"io={io!r}: one of {', '.join(IO_MODES)}")
+        self._files = [_File(f, io) for f in files]
         self._pool = _Pool(threads)
-        self.direct = direct and all(f.direct_fd >= 0 for f in self._files)
+        refused = io == "direct" and any(f.own_fd < 0 for f in self._files)
+        self.io = "pread" if refused else io
         self.stats = ReaderStats()
         # Joins the threads when the reader is freed, and at exit, before the interpreter goes.
         self.close = weakref.finalize(self, self._pool.stop, self._files)

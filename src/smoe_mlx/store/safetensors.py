@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointChangedError, CheckpointError
+from ..errors import CheckpointError
+from .files import OpenFile, is_size, no_duplicate_names
 
 # The format's own bound on the header (safetensors' MAX_HEADER_SIZE).
 MAX_HEADER_NBYTES = 100_000_000
@@ -36,35 +37,10 @@ class TensorInfo:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Fingerprint:
-    """What tells one state of a file from another."""
-
-    size: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, stat: os.stat_result) -> "Fingerprint":
-        return cls(stat.st_size, stat.st_mtime_ns)
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        names = [k for k, _ in pairs]
-        raise ValueError(f"{next(k for k in names if names.count(k) > 1)!r} is named twice")
-    return out
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-class SafetensorsMmap:
+class SafetensorsMmap(OpenFile):
     """The header index of one safetensors file, and read-only views of its tensors' bytes.
 
-    The file stays open, so that later reads see the file that was checked. Close it with `close()`
-    or use it as a context manager.
+    The file stays open, so that later reads see the file that was checked.
 
     Raises:
         CheckpointError: not a safetensors file, or truncated, overlapping or inconsistent.
@@ -72,11 +48,9 @@ class SafetensorsMmap:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
         self._map: mmap.mmap | None = None
-        self._fd = os.open(self.path, os.O_RDONLY)
+        super().__init__(path)
         try:
-            self.fingerprint = Fingerprint.of(os.fstat(self._fd))
             self.tensors, self.metadata = self._read_header()
         except BaseException:
             self.close()
@@ -101,7 +75,7 @@ class SafetensorsMmap:
             raise self._bad(f"truncated: {size} bytes, but the header alone ends at {8 + length}")
         try:
             header = json.loads(
-                os.pread(self._fd, length, 8).decode("utf-8"), object_pairs_hook=_no_duplicates
+                os.pread(self._fd, length, 8).decode("utf-8"), object_pairs_hook=no_duplicate_names
             )
         except (ValueError, RecursionError) as e:
             raise self._bad(f"its header is not valid JSON ({e})") from None
@@ -125,9 +99,9 @@ class SafetensorsMmap:
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
             raise self._bad(f"tensor {name!r} has the unknown dtype {dtype!r}")
-        if not (isinstance(shape, list) and all(map(_is_size, shape))):
+        if not (isinstance(shape, list) and all(map(is_size, shape))):
             raise self._bad(f"tensor {name!r} has the impossible shape {shape!r}")
-        if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(_is_size, offsets))):
+        if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(is_size, offsets))):
             raise self._bad(f"tensor {name!r} has impossible data_offsets {offsets!r}")
         begin, end = offsets
         bits = math.prod(shape) * DTYPE_BITS[dtype]
@@ -142,22 +116,6 @@ class SafetensorsMmap:
                 f"the file has {self.fingerprint.size}"
             )
         return TensorInfo(dtype, tuple(shape), data_start + begin, end - begin)
-
-    def fileno(self) -> int:
-        """The descriptor of the open file."""
-        return self._fd
-
-    def check_unchanged(self) -> None:
-        """Raise `CheckpointChangedError` if the file is not the one that was opened."""
-        stat = os.fstat(self._fd)
-        if stat.st_nlink == 0:
-            raise CheckpointChangedError(
-                f"{self.path} was removed or replaced after it was loaded. Load the model again."
-            )
-        if Fingerprint.of(stat) != self.fingerprint:
-            raise CheckpointChangedError(
-                f"{self.path} was changed after it was loaded. Load the model again."
-            )
 
     def byte_range(self, offset: int, nbytes: int) -> memoryview:
         """A read-only view of `nbytes` bytes at `offset` (from the start of the file), by mmap."""
@@ -174,20 +132,8 @@ class SafetensorsMmap:
 
     def close(self) -> None:
         """Close the file. Views that were handed out stay valid: they keep the mapping alive."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        super().close()
         self._map = None
-
-    def __enter__(self) -> "SafetensorsMmap":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:
-            self.close()
 
 
 class Checkpoint:

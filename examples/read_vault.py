@@ -1,0 +1,44 @@
+"""Read one expert from a vault with nothing but numpy, following docs/vault-format.md.
+
+python examples/read_vault.py FOLDER/experts.smoe model.layers.0.mlp.switch_mlp 5
+"""
+
+import json
+import struct
+import sys
+import zlib
+
+import numpy as np
+
+DTYPES = {"U8": "u1", "U32": "<u4", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}  # BF16: raw bits
+ENTRY = np.dtype([("layer", "<u4"), ("expert", "<u4"), ("offset", "<u8"), ("length", "<u8"),
+                  ("crc", "<u4"), ("zero", "<u4")])  # fmt: skip
+
+
+def read_expert(path, layer_path, expert):
+    """{"up_proj.weight": array, ...} of one expert."""
+    with open(path, "rb") as f:
+        first = f.read(64)
+        magic, version, _, header_nbytes, count = struct.unpack_from("<8sIIQQ", first)
+        if magic != b"SMOE-MLX" or version != 1 or zlib.crc32(first[:60]) != struct.unpack_from("<I", first, 60)[0]:  # fmt: skip # noqa: E501
+            raise ValueError("not a vault of format 1")
+        header = json.loads(f.read(header_nbytes))
+        table = np.frombuffer(f.read(count * ENTRY.itemsize), ENTRY)
+        number = [x["path"] for x in header["layers"]].index(layer_path)
+        (row,) = table[(table["layer"] == number) & (table["expert"] == expert)]
+        f.seek(int(row["offset"]))
+        record = f.read(int(row["length"]))
+    out, crc = {}, 0
+    for t in header["geometries"][header["layers"][number]["geometry"]]["tensors"]:
+        data = record[t["offset"] : t["offset"] + t["nbytes"]]
+        crc = zlib.crc32(data, crc)
+        name = f"{t['projection']}.{t['kind']}"
+        out[name] = np.frombuffer(data, DTYPES[t["dtype"]]).reshape(t["shape"])
+    if crc != row["crc"]:
+        raise ValueError("the record is damaged")
+    return out
+
+
+if __name__ == "__main__":
+    for name, array in read_expert(sys.argv[1], sys.argv[2], int(sys.argv[3])).items():
+        print(f"{name:20} {array.dtype!s:8} {array.shape}")

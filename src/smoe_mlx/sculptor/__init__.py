@@ -1,0 +1,1 @@
+"""From a checkpoint to a vault: shatter it, requantise it, verify it."""

@@ -1,0 +1,122 @@
+"""How experts are to be quantised: one setting for all, or a recipe by layer and projection."""
+
+import fnmatch
+import json
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import RecipeError
+
+# Names that the seeds of this project gave to two settings.
+NAMED = {"SMOE-Q4": (4, 64, "affine"), "SMOE-Q2": (2, 64, "affine")}
+AFFINE_BITS, AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+FIXED = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """One setting of MLX's quantisation."""
+
+    bits: int
+    group_size: int
+    mode: str = "affine"
+
+    def __post_init__(self) -> None:
+        if self.mode == "affine":
+            if self.bits not in AFFINE_BITS or self.group_size not in AFFINE_GROUPS:
+                raise RecipeError(
+                    f"affine {self.bits} bits in groups of {self.group_size}: bits are one of "
+                    f"{AFFINE_BITS}, groups one of {AFFINE_GROUPS}"
+                )
+        elif self.mode not in FIXED:
+            raise RecipeError(f"mode {self.mode!r}: one of affine, {', '.join(FIXED)}")
+        elif (self.bits, self.group_size) != FIXED[self.mode]:
+            bits, group_size = FIXED[self.mode]
+            raise RecipeError(f"{self.mode} is {bits} bits in groups of {group_size}, nothing else")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
+    def apply(self, weight: mx.array) -> dict[str, mx.array]:
+        """Quantise [..., O, I] -> the arrays by kind."""
+        weight, scales, *biases = mx.quantize(weight, self.group_size, self.bits, mode=self.mode)
+        out = {"weight": weight, "scales": scales}
+        return {**out, "biases": biases[0]} if biases else out
+
+
+def quantisation(
+    name: str | None = None,
+    bits: int | None = None,
+    group_size: int | None = None,
+    mode: str | None = None,
+) -> Quantisation | None:
+    """A setting from what a user gave: a name ("SMOE-Q4"), or bits and so on. None: keep."""
+    if name is not None:
+        if name.upper() not in NAMED:
+            raise RecipeError(f"{name!r}: one of {', '.join(NAMED)}, or give bits")
+        if bits or group_size or mode:
+            raise RecipeError(f"give {name} or bits, group size and mode, not both")
+        return Quantisation(*NAMED[name.upper()])
+    if bits is None and group_size is None and mode is None:
+        return None
+    mode = mode or "affine"
+    default_bits, default_group = FIXED.get(mode, (4, 64))
+    return Quantisation(
+        default_bits if bits is None else bits,
+        default_group if group_size is None else group_size,
+        mode,
+    )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to do with each projection of each layer.
+
+    A JSON recipe is an object of patterns, matched in their order against
+    "<path of the switch module>.<projection>", e.g. "model.layers.3.mlp.switch_mlp.down_proj":
+
+        {"*.layers.0.*": {"bits": 8}, "*.down_proj": {"bits": 6, "group_size": 32}, "*": "SMOE-Q4"}
+
+    The first pattern that fits decides; null keeps the source's bytes, as does no pattern.
+    """
+
+    rules: tuple[tuple[str, Quantisation | None], ...] = field(default=())
+
+    @classmethod
+    def of(cls, setting: Quantisation | None) -> "Recipe":
+        return cls((("*", setting),)) if setting else cls()
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> "Recipe":
+        """Read a JSON recipe. Raises RecipeError naming the file and the rule."""
+        try:
+            with open(path) as f:
+                document = json.load(f)
+        except (OSError, ValueError) as e:
+            raise RecipeError(f"{os.fspath(path)}: {e}") from None
+        if not isinstance(document, dict):
+            raise RecipeError(f"{os.fspath(path)}: a recipe is an object of patterns")
+        rules = []
+        for pattern, value in document.items():
+            try:
+                if value is None:
+                    setting = None
+                elif isinstance(value, str):
+                    setting = quantisation(value)
+                elif isinstance(value, dict) and set(value) <= {"bits", "group_size", "mode"}:
+                    setting = quantisation(**value)
+                else:
+                    raise RecipeError("null, a name, or an object of bits, group_size, mode")
+            except RecipeError as e:
+                raise RecipeError(f"{os.fspath(path)}: {pattern!r}: {e}") from None
+            rules.append((pattern, setting))
+        return cls(tuple(rules))
+
+    def for_projection(self, path: str) -> Quantisation | None:
+        for pattern, setting in self.rules:
+            if fnmatch.fnmatchcase(path, pattern):
+                return setting
+        return None

@@ -1,0 +1,392 @@
+"""shatter(): from a checkpoint to a folder with a backbone and a vault of expert records.
+
+The expert tensors are what mlx-lm's own `sanitize` makes of the checkpoint, so that every layout
+that mlx-lm can load can be shattered: they are lazy, and evaluated one projection of one layer at a
+time. Everything is written into `DST.partial`, which becomes `DST` when all of it is on the disk.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.utils import dequantize_model, make_shards, quantize_model, save_config
+
+from ..cache.bank import MX_DTYPES
+from ..errors import BudgetError, RecipeError, SmoeError, UnsupportedModelError
+from ..hub import find_model
+from ..layers.switch import Projection
+from ..plan import format_bytes
+from ..skeleton import Skeleton, Switch, build_skeleton
+from ..store.layout import TensorSpec
+from ..store.safetensors import DTYPE_BITS, Checkpoint
+from ..store.vault import (
+    VAULT_FILE,
+    Vault,
+    VaultPlan,
+    VaultWriter,
+    plan_vault,
+    sync_folder,
+)
+from .recipe import NAMED, Quantisation, Recipe, quantisation
+
+DTYPE_NAMES = {v: k for k, v in MX_DTYPES.items()}
+SHARD_GB = 1
+CHUNK_NBYTES = 256 << 20  # of unquantised weights that are quantised at a time
+WRITERS = 4
+KEPT_FILES = ("*.json", "*.py", "*.txt", "*.jinja", "*.jsonl", "*.model", "*.tiktoken")
+
+Progress = Callable[[int, int], None]
+
+
+def shatter(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    bits: int | None = None,
+    group_size: int | None = None,
+    mode: str | None = None,
+    recipe: Recipe | str | os.PathLike[str] | None = None,
+    backbone_bits: int | None = None,
+    backbone_group_size: int | None = None,
+    backbone_mode: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Make a vault of a checkpoint. Returns the folder, which `smoe_mlx.load` loads.
+
+    An interrupted run is resumed by the same call. The source is only read.
+
+    Args:
+        src: local folder or Hub repository, MLX or Hugging Face layout.
+        dst: the new folder; must not exist.
+        bits, group_size, mode: how to quantise the experts; with none of them, their bytes are
+            kept. affine: 2, 3, 4, 5, 6, 8 bits in groups of 32, 64, 128; or mxfp4, mxfp8, nvfp4.
+        recipe: instead: "SMOE-Q4" or "SMOE-Q2" (4 and 2 bits, groups of 64), a `Recipe`, or the
+            path of a JSON recipe, by layer and projection.
+        backbone_bits, backbone_group_size, backbone_mode: the same for everything else.
+        progress: called as (bytes written, bytes in all) of the vault.
+
+    Raises:
+        ModelNotFoundError, UnsupportedModelError, CheckpointError: as `load`.
+        RecipeError: a quantisation that MLX does not have.
+        BudgetError: not enough room on the disk.
+        FileExistsError: `dst` exists.
+    """
+    recipe = _recipe(recipe, quantisation(None, bits, group_size, mode))
+    backbone = quantisation(None, backbone_bits, backbone_group_size, backbone_mode)
+    folder, dst = find_model(src, revision), Path(dst)
+    if dst.exists():
+        raise FileExistsError(f"{dst} exists. Name a new folder, or remove it first.")
+    if folder.resolve() in dst.resolve().parents:
+        raise SmoeError(f"{dst} lies inside the source {folder}. Name a folder outside it.")
+    partial = dst.with_name(dst.name + ".partial")
+    if (folder / VAULT_FILE).exists():
+        raise UnsupportedModelError(
+            f"{folder} is a vault already. Shatter the original checkpoint."
+        )
+    checkpoint = Checkpoint(folder)
+    try:
+        skeleton = build_skeleton(
+            folder, checkpoint, trust_remote_code=trust_remote_code, keep_arrays=True
+        )
+        settings = _settings(skeleton, recipe)
+        _warn_of_twice(skeleton, settings, backbone)
+        plan, vault_id = _plan(skeleton, checkpoint, settings, backbone)
+        partial.mkdir(parents=True, exist_ok=True)
+        _check_room(partial, plan, skeleton)
+        _write_vault(partial / VAULT_FILE, plan, skeleton, settings, progress)
+        config = _write_backbone(partial, skeleton, backbone)
+        for file in checkpoint.files:
+            file.check_unchanged()
+        _copy_files(folder, partial)
+        _finish_config(partial, skeleton, settings, config, vault_id)
+    finally:
+        checkpoint.close()
+    for path in partial.iterdir():
+        with path.open("rb") as f:
+            os.fsync(f.fileno())
+    sync_folder(partial)
+    os.rename(partial, dst)
+    sync_folder(dst.parent)
+    return dst
+
+
+# ---- what is to be done --------------------------------------------------------------------------
+
+
+def _recipe(recipe: Recipe | str | os.PathLike[str] | None, setting: Quantisation | None) -> Recipe:
+    if recipe is None:
+        return Recipe.of(setting)
+    if setting is not None:
+        raise RecipeError("give a recipe or bits, group size and mode, not both")
+    if isinstance(recipe, Recipe):
+        return recipe
+    if str(recipe).upper() in NAMED:
+        return Recipe.of(quantisation(str(recipe)))
+    return Recipe.read(recipe)
+
+
+Settings = dict[tuple[int, str], Quantisation | None]
+
+
+def _settings(skeleton: Skeleton, recipe: Recipe) -> Settings:
+    out: Settings = {}
+    for layer, switch in enumerate(skeleton.switches):
+        for name, linear in switch.linears.items():
+            path = f"{switch.path}.{name}"
+            setting = recipe.for_projection(path)
+            if setting is not None and linear.input_dims % setting.group_size:
+                raise UnsupportedModelError(
+                    f"{path} has {linear.input_dims} inputs, which groups of {setting.group_size} "
+                    "do not divide. Choose a smaller group size, or leave it out by a recipe."
+                )
+            out[layer, name] = setting
+    return out
+
+
+def _warn_of_twice(skeleton: Skeleton, settings: Settings, backbone: Quantisation | None) -> None:
+    twice = [
+        f"{skeleton.switches[layer].path}.{name}"
+        for (layer, name), setting in settings.items()
+        if setting is not None and skeleton.switches[layer].projections[name].mode is not None
+    ]
+    if backbone is not None and skeleton.config.get("quantization"):
+        twice.append("the backbone")
+    if twice:
+        warnings.warn(
+            f"{len(twice)} parts of the source are quantised already ({twice[0]}, ...): quantising "
+            "twice loses more than quantising the original once.",
+            stacklevel=3,
+        )
+
+
+def _specs(switch: Switch, layer: int, settings: Settings) -> list[TensorSpec]:
+    """The tensors of one expert as they will be in the vault."""
+    specs = []
+    for name, linear in switch.linears.items():
+        setting = settings[layer, name]
+        kinds = {k: switch.arrays[p, k] for p, k in switch.tensor_order if p == name}
+        if setting is not None:
+            dtype = _dtype(kinds, switch.projections[name])
+            sample = mx.zeros((1, linear.output_dims, linear.input_dims), dtype)
+            new = setting.apply(sample)
+            kinds = {**new, **({"bias": kinds["bias"]} if "bias" in kinds else {})}
+        for kind, array in kinds.items():
+            shape = tuple(array.shape[1:])
+            stored = DTYPE_NAMES.get(array.dtype)
+            if stored is None:
+                raise UnsupportedModelError(f"{switch.path}.{name}.{kind} is {array.dtype}")
+            nbytes = math.prod(shape) * DTYPE_BITS[stored] // 8
+            specs.append(TensorSpec(name, kind, stored, shape, nbytes))
+    return specs
+
+
+def _dtype(arrays: dict[str, mx.array], source: Projection) -> mx.Dtype:
+    """The type of a projection's weights when they are not quantised."""
+    dtype = arrays["weight" if source.mode is None else "scales"].dtype
+    return dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16
+
+
+def _plan(
+    skeleton: Skeleton, checkpoint: Checkpoint, settings: Settings, backbone: Quantisation | None
+) -> tuple[VaultPlan, str]:
+    layers = [
+        (s.path, s.num_experts, _specs(s, i, settings)) for i, s in enumerate(skeleton.switches)
+    ]
+    quantization = {
+        f"{s.path}.{name}": _described(settings[i, name], s.projections[name])
+        for i, s in enumerate(skeleton.switches)
+        for name in s.linears
+    }
+    extra: dict[str, Any] = {
+        "source": [fingerprint(f) for f in checkpoint.files],
+        "quantization": quantization,
+        "requantised": sorted(
+            f"{skeleton.switches[i].path}.{name}" for (i, name), s in settings.items() if s
+        ),
+        "backbone": backbone.as_dict() if backbone else None,
+    }
+    vault_id = hashlib.sha256(json.dumps([extra, layers], default=vars).encode()).hexdigest()[:32]
+    return plan_vault(layers, {**extra, "id": vault_id}), vault_id
+
+
+def fingerprint(file: Any) -> dict[str, Any]:
+    """What tells one version of a source file from another: its size and its header."""
+    start = os.pread(file.fileno(), 8, 0)
+    header = os.pread(file.fileno(), int.from_bytes(start, "little"), 8)
+    digest = hashlib.sha256(header).hexdigest()
+    return {"name": file.path.name, "size": file.fingerprint.size, "header_sha256": digest}
+
+
+def _described(setting: Quantisation | None, source: Projection) -> dict[str, Any] | None:
+    if setting is not None:
+        return setting.as_dict()
+    if source.mode is None:
+        return None
+    return {"group_size": source.group_size, "bits": source.bits, "mode": source.mode}
+
+
+def _check_room(partial: Path, plan: VaultPlan, skeleton: Skeleton) -> None:
+    backbone = sum(a.nbytes for _, a in tree_flatten(skeleton.model.parameters()))
+    there = sum(p.stat().st_blocks * 512 for p in partial.iterdir())
+    needed, free = plan.file_nbytes + backbone + (64 << 20), shutil.disk_usage(partial).free
+    if needed > free + there:
+        raise BudgetError(
+            f"{partial.parent}: {format_bytes(needed)} are needed, {format_bytes(free)} are free."
+        )
+
+
+# ---- doing it ------------------------------------------------------------------------------------
+
+
+def _write_vault(
+    path: Path, plan: VaultPlan, skeleton: Skeleton, settings: Settings, progress: Progress | None
+) -> None:
+    if path.exists():  # an earlier run came to the end of the vault
+        with Vault(path) as vault:
+            if vault.header["id"] == json.loads(plan.header)["id"]:
+                return
+        path.unlink()
+    writer = VaultWriter(path, plan)
+    done = 0
+    try:
+        with ThreadPoolExecutor(WRITERS) as pool:
+            for layer, switch in enumerate(skeleton.switches):
+                if layer not in writer.done:
+                    _write_layer(writer, layer, switch, settings, pool)
+                    writer.layer_done(layer)
+                switch.arrays.clear()
+                mx.clear_cache()
+                done += int(plan.table["length"][plan.table["layer"] == layer].sum())
+                if progress is not None:
+                    progress(done, int(plan.table["length"].sum()))
+        writer.finish()
+    finally:
+        writer.close()
+
+
+def _write_layer(
+    writer: VaultWriter, layer: int, switch: Switch, settings: Settings, pool: ThreadPoolExecutor
+) -> None:
+    specs = writer.plan.geometries[writer.plan.layers[layer].geometry].tensors
+    for name in switch.linears:
+        # Taken out of the switch, so that nothing keeps what has been evaluated.
+        arrays = {k: switch.arrays.pop((p, k)) for p, k in switch.tensor_order if p == name}
+        mx.eval(arrays)
+        for begin, part in _chunks(arrays, switch, name, settings[layer, name]):
+            for index, spec in enumerate(specs):
+                if spec.projection == name:
+                    _write_tensor(writer, layer, begin, index, part[spec.kind], pool)
+
+
+def _chunks(  # type: ignore[no-untyped-def]
+    arrays: dict[str, mx.array], switch: Switch, name: str, setting: Quantisation | None
+):
+    """(first expert, arrays by kind) of a projection, requantised if asked for, in parts."""
+    if setting is None:
+        yield 0, arrays
+        return
+    linear, source = switch.linears[name], switch.projections[name]
+    dtype = _dtype(arrays, source)
+    each = linear.output_dims * linear.input_dims * 4
+    step = max(1, CHUNK_NBYTES // each)
+    for begin in range(0, linear.num_experts, step):
+        part = {k: a[begin : begin + step] for k, a in arrays.items()}
+        weight = part["weight"]
+        if source.mode is not None:
+            weight = mx.dequantize(
+                weight, part["scales"], part.get("biases"), source.group_size, source.bits,
+                mode=source.mode, global_scale=part.get("global_scale"),
+            )  # fmt: skip
+        new = setting.apply(weight.astype(dtype))
+        if "bias" in part:
+            new["bias"] = part["bias"]
+        mx.eval(new)
+        yield begin, new
+
+
+def _write_tensor(
+    writer: VaultWriter, layer: int, begin: int, index: int, array: mx.array, pool: Any
+) -> None:
+    array = mx.contiguous(array)
+    mx.eval(array)
+    data = memoryview(np.frombuffer(memoryview(array), np.uint8))  # type: ignore[arg-type]
+    size = array.nbytes // array.shape[0]
+
+    def write(i: int) -> None:
+        writer.write_piece(layer, begin + i, index, data[i * size : (i + 1) * size])
+
+    list(pool.map(write, range(array.shape[0])))
+
+
+def _write_backbone(
+    folder: Path, skeleton: Skeleton, backbone: Quantisation | None
+) -> dict[str, Any]:
+    """Save everything but the routed experts; returns the config that fits it."""
+    model, config = skeleton.model, dict(skeleton.config)
+    if backbone is not None:
+        if config.get("quantization"):
+            model = dequantize_model(model)
+            config.pop("quantization", None)
+        config.pop("quantization_config", None)
+        with contextlib.redirect_stdout(io.StringIO()):
+            model, config = quantize_model(
+                model, config, backbone.group_size, backbone.bits, mode=backbone.mode
+            )
+    weights = dict(tree_flatten(model.parameters()))
+    model.update(tree_map(lambda _: mx.array([]), model.parameters()))
+    shards = make_shards(weights, SHARD_GB)
+    weights.clear()
+    index: dict[str, str] = {}
+    count = len(shards)
+    for i in range(count):
+        name = f"model-{i + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+        mx.save_safetensors(str(folder / name), shards[i], metadata={"format": "mlx"})
+        index.update(dict.fromkeys(shards[i], name))
+        shards[i] = {}
+    text = json.dumps({"metadata": {}, "weight_map": dict(sorted(index.items()))}, indent=1)
+    (folder / "model.safetensors.index.json").write_text(text)
+    return config
+
+
+def _copy_files(folder: Path, dst: Path) -> None:
+    for pattern in KEPT_FILES:
+        for path in folder.glob(pattern):
+            if path.name not in ("config.json", "model.safetensors.index.json"):
+                shutil.copyfile(path, dst / path.name)
+
+
+def _finish_config(
+    folder: Path, skeleton: Skeleton, settings: Settings, config: dict[str, Any], vault_id: str
+) -> None:
+    quantization = config.get("quantization")
+    listed = {
+        f"{s.path}.{name}": _described(settings[i, name], s.projections[name])
+        for i, s in enumerate(skeleton.switches)
+        for name in s.linears
+    }
+    if any(listed.values()):
+        if not quantization:
+            first = next(x for x in listed.values() if x)
+            quantization = {**first}
+        quantization = {**quantization, **{k: v or False for k, v in listed.items()}}
+        config["quantization"] = config["quantization_config"] = quantization
+    if skeleton.model_file is not None:
+        config["model_file"] = skeleton.model_file
+    else:
+        config.pop("model_file", None)
+    config["smoe_mlx"] = {"vault": VAULT_FILE, "id": vault_id}
+    save_config(config, folder / "config.json")

@@ -1,0 +1,76 @@
+"""verify(): is every record of a vault what was written, and what the source holds?"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import VaultError
+from ..hub import find_model
+from ..skeleton import build_skeleton
+from ..store.safetensors import Checkpoint
+from ..store.vault import VAULT_FILE, Vault
+from .shatter import fingerprint
+
+Progress = Callable[[int, int], None]
+
+
+def verify(
+    dst: str | os.PathLike[str],
+    source: str | os.PathLike[str] | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> int:
+    """Check a vault from its first byte to its last; returns the number of records.
+
+    Args:
+        dst: the folder that `shatter` made, or its vault file.
+        source: the checkpoint that it was made from: its version is compared, and, where the
+            experts' bytes were kept, every byte of them.
+        progress: called as (records done, records in all).
+
+    Raises:
+        VaultError: naming the first record that is damaged, or what else does not fit.
+    """
+    path = Path(dst)
+    with Vault(path / VAULT_FILE if path.is_dir() else path) as vault:
+        for i in range(len(vault.table)):
+            vault.verify_record(i)
+            if progress is not None:
+                progress(i + 1, len(vault.table))
+        if source is not None:
+            _compare(vault, find_model(source), trust_remote_code)
+        return len(vault.table)
+
+
+def _compare(vault: Vault, folder: Path, trust_remote_code: bool) -> None:
+    checkpoint = Checkpoint(folder)
+    try:
+        if [fingerprint(f) for f in checkpoint.files] != vault.header.get("source"):
+            raise VaultError(
+                f"{vault.path} was made from another version of {folder}: names, sizes or headers "
+                "of its files differ."
+            )
+        skeleton = build_skeleton(
+            folder, checkpoint, trust_remote_code=trust_remote_code, keep_arrays=True
+        )
+        requantised = set(vault.header.get("requantised") or ())
+        for layout, switch in zip(vault.layouts, skeleton.switches, strict=True):
+            for t, offsets in zip(layout.tensors, layout.offsets, strict=True):
+                array = switch.arrays.pop((t.projection, t.kind), None)
+                if array is None or f"{layout.path}.{t.projection}" in requantised:
+                    continue  # quantised anew: there is nothing to compare it with
+                array = mx.contiguous(array)
+                data = np.frombuffer(memoryview(array), np.uint8)  # type: ignore[arg-type]
+                for e, (offset, row) in enumerate(
+                    zip(offsets.tolist(), data.reshape(layout.num_experts, -1), strict=True)
+                ):
+                    if os.pread(vault.fileno(), t.nbytes, offset) != row.tobytes():
+                        raise VaultError(
+                            f"{vault.path}: {t.name} of expert {e} of {layout.path} is not what "
+                            f"{folder} holds."
+                        )
+    finally:
+        checkpoint.close()

@@ -1,0 +1,75 @@
+"""An open file that notices when it is no longer the one that was opened."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from ..errors import CheckpointChangedError
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What tells one state of a file from another."""
+
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, stat: os.stat_result) -> "Fingerprint":
+        return cls(stat.st_size, stat.st_mtime_ns)
+
+
+class OpenFile:
+    """A file opened for reading. Close it with `close()` or use it as a context manager."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self._fd = os.open(self.path, os.O_RDONLY)
+        self.fingerprint = Fingerprint.of(os.fstat(self._fd))
+
+    def fileno(self) -> int:
+        """The descriptor of the open file."""
+        return self._fd
+
+    def check_unchanged(self) -> None:
+        """Raise `CheckpointChangedError` if the file is not the one that was opened."""
+        stat = os.fstat(self._fd)
+        if stat.st_nlink == 0:
+            raise CheckpointChangedError(
+                f"{self.path} was removed or replaced after it was loaded. Load the model again."
+            )
+        if Fingerprint.of(stat) != self.fingerprint:
+            raise CheckpointChangedError(
+                f"{self.path} was changed after it was loaded. Load the model again."
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            self.close()
+
+
+def no_duplicate_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` for JSON from strangers: a name that comes twice is a ValueError."""
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        names = [k for k, _ in pairs]
+        raise ValueError(f"{next(k for k in names if names.count(k) > 1)!r} is named twice")
+    return out
+
+
+def is_size(value: Any) -> TypeGuard[int]:
+    """Whether a JSON value is a whole number from 0 on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
