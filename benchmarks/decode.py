@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--lockstep", action="store_true", help="take turns within a round")
     parser.add_argument("--turn", type=int, default=8, help="tokens of one turn")
     parser.add_argument("--threads", type=int, default=None, help="StreamingConfig.threads")
-    parser.add_argument("--direct", action="store_true", help="read past the page cache")
+    parser.add_argument("--io", default=None, help="StreamingConfig.io")
     parser.add_argument("--no-lookahead", action="store_true")
     parser.add_argument("--json", type=Path, help="write all measurements to this file")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
@@ -106,8 +106,8 @@ def run_arm(args: argparse.Namespace) -> None:
         model, tokenizer = mlx_lm.load(str(folder))
     else:
         share = float(args.arm)
-        options = {} if args.threads is None else {"threads": args.threads}
-        config = smoe_mlx.StreamingConfig(slots=share, direct=args.direct, **options)
+        options = {k: getattr(args, k) for k in ("threads", "io") if getattr(args, k) is not None}
+        config = smoe_mlx.StreamingConfig(slots=share, **options)
         model, tokenizer = smoe_mlx.load(folder, config=config)
         plan = smoe_mlx.stats(model).plan
         if abs(plan.slots - share * plan.num_experts) > len(plan.banks):

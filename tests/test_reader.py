@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import mmap
 import os
 import signal
 import subprocess
@@ -18,9 +19,11 @@ from hypothesis import strategies as st
 from smoe_mlx.errors import CheckpointChangedError, ExpertReadError, SmoeError
 from smoe_mlx.store import reader as reader_module
 from smoe_mlx.store.reader import (
+    IO_MODES,
     IOV_MAX,
     MERGE_GAP_NBYTES,
     MERGE_MAX_NBYTES,
+    PAGE,
     ExpertReader,
     ReadRequest,
     merge,
@@ -80,13 +83,20 @@ def three_files(tmp_path_factory):
         f.close()
 
 
-@pytest.fixture(scope="module", params=["alone", "threads", "direct"])
+def open_reader(files, io: str, threads: int = 2) -> ExpertReader:
+    reader = ExpertReader(files, threads, io)
+    if reader.io != io:
+        reader.close()
+        pytest.skip(f"this file system refuses {io} I/O")
+    return reader
+
+
+@pytest.fixture(scope="module", params=["alone", *IO_MODES])
 def shared_reader(request, three_files):
-    reader = ExpertReader(
-        three_files, 0 if request.param == "alone" else 3, request.param == "direct"
-    )
-    if request.param == "direct" and not reader.io == "direct":
-        pytest.skip("this file system refuses O_DIRECT")
+    if request.param == "alone":
+        reader = ExpertReader(three_files, threads=0)
+    else:
+        reader = open_reader(three_files, request.param, threads=3)
     yield reader
     reader.close()
 
@@ -150,8 +160,6 @@ def places(draw):
 @example([(0, 0, 30_000), (0, 0, 30_000), (1, 29_999, 1)])
 @example([(0, 5, 0)])
 def test_random_requests_equal_a_plain_read(shared_reader, three_files, wanted):
-    if shared_reader.io == "direct":  # see test_a_direct_read_of_nothing_is_no_error
-        wanted = [p for p in wanted if p[2]] or [(0, 5, 1)]
     read_and_check(shared_reader, three_files, wanted)
 
 
@@ -288,16 +296,14 @@ def test_several_reads_are_under_way_at_once(monkeypatch, one_file):
 far_apart = [(0, 10_000 * i, 100) for i in range(9)]
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_short_reads_are_continued(monkeypatch, one_file, direct):
-    reader = ExpertReader([one_file], threads=2, io=direct)
-    if direct and not reader.io == "direct":
-        pytest.skip("this file system refuses O_DIRECT")
+@pytest.mark.parametrize("io", ["pread", "direct"])
+def test_short_reads_are_continued(monkeypatch, one_file, io):
+    reader = open_reader([one_file], io)
     calls = []
 
     def short(fd, buffers, offset, *flags):
         calls.append(offset)
-        left, some = 4096 if direct else 1 + len(calls) % 7, []
+        left, some = PAGE if io == "direct" else 1 + len(calls) % 7, []
         for b in map(memoryview, buffers):
             some.append(b[:left])
             left -= len(some[-1])
@@ -358,8 +364,9 @@ def test_an_error_in_a_merged_read_names_the_request_that_was_hit(monkeypatch, o
         reader.read([request(0, 0, 100), request(0, 100, 100)])
 
 
-def test_a_truncated_file_is_reported_as_changed(one_file):
-    reader = ExpertReader([one_file], threads=2)
+@pytest.mark.parametrize("io", ["pread", "direct"])  # mmap: in a process of its own, below
+def test_a_truncated_file_is_reported_as_changed(one_file, io):
+    reader = open_reader([one_file], io)
     os.truncate(one_file.path, 45_050)
     with pytest.raises(CheckpointChangedError) as caught:
         reader.read([request(*p) for p in far_apart])
@@ -367,17 +374,36 @@ def test_a_truncated_file_is_reported_as_changed(one_file):
     reader.close()
 
 
-def test_a_read_that_ends_early_is_an_error_even_if_the_file_looks_unchanged(monkeypatch, one_file):
+@pytest.mark.parametrize("io", ["pread", "direct"])
+def test_a_read_that_ends_early_is_an_error_even_if_the_file_looks_unchanged(
+    monkeypatch, one_file, io
+):
+    reader = open_reader([one_file], io)
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset, *flags: 0)
-    reader = ExpertReader([one_file], threads=0)
     with pytest.raises(ExpertReadError, match="expert at 7") as caught:
         reader.read([request(0, 7, 10)])
     assert str(one_file.path) in str(caught.value)
     reader.close()
 
 
-def test_an_overwritten_file_is_noticed_though_all_bytes_came(one_file):
-    reader = ExpertReader([one_file], threads=0)
+def test_a_direct_read_that_stops_inside_a_page_is_never_taken_for_whole(monkeypatch, one_file):
+    reader = open_reader([one_file], "direct")
+
+    def stop(fd, buffers, offset, *flags):
+        return real_preadv(fd, [memoryview(buffers[0])[:PAGE]], offset, *flags) - 100
+
+    monkeypatch.setattr(os, "preadv", stop)
+    wanted = request(0, PAGE, 3 * PAGE)
+    try:
+        reader.read([wanted])
+    except ExpertReadError:
+        return
+    assert wanted.buffer == real_pread(one_file, 3 * PAGE, PAGE)
+
+
+@pytest.mark.parametrize("io", IO_MODES)
+def test_an_overwritten_file_is_noticed_though_all_bytes_came(one_file, io):
+    reader = open_reader([one_file], io)
     with open(one_file.path, "r+b") as f:
         f.seek(50_000)
         f.write(b"!")
@@ -521,13 +547,18 @@ def test_an_interrupt_at_any_line_neither_hangs_nor_leaves_a_read_under_way(monk
     reader.close()
 
 
-# ---- direct --------------------------------------------------------------------------------------
+# ---- past the page cache -------------------------------------------------------------------------
 
 
-def test_the_page_cache_is_used_unless_direct_is_asked_for(one_file):
+def test_the_page_cache_is_used_unless_something_else_is_asked_for(one_file):
     reader = ExpertReader([one_file])
-    assert not reader.io == "direct"
+    assert reader.io == "pread"
     reader.close()
+
+
+def test_an_unknown_way_of_reading_is_refused_by_name(one_file):
+    with pytest.raises(ValueError, match="'carrier pigeon'"):
+        ExpertReader([one_file], io="carrier pigeon")
 
 
 def test_where_direct_is_refused_the_reader_says_so_and_works(monkeypatch, one_file):
@@ -542,20 +573,70 @@ def test_where_direct_is_refused_the_reader_says_so_and_works(monkeypatch, one_f
 
     monkeypatch.setattr(os, "open", refuse)
     reader = ExpertReader([one_file], threads=1, io="direct")
-    assert not reader.io == "direct"
+    assert reader.io == "pread"
     read_and_check(reader, [one_file], far_apart)
     reader.close()
 
 
-@pytest.mark.parametrize("offset", [0, 4096, 5000])
-def test_a_direct_read_of_nothing_is_no_error(request, one_file, offset):
-    reader = ExpertReader([one_file], threads=0, io="direct")
-    if not reader.io == "direct":
-        pytest.skip("this file system refuses O_DIRECT")
-    if offset % 4096 == 0 and reader._files[0].bounced:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="BUG: mmap of 0 bytes"))
-    read_and_check(reader, [one_file], [(0, offset, 0)])
-    reader.close()
+pieces = st.lists(
+    st.tuples(
+        st.sampled_from([0, 0, 0, 96, PAGE]),  # gap in the file
+        st.sampled_from([0, 0, 1, 512]),  # displacement in memory, from a page boundary
+        st.sampled_from([PAGE, 2 * PAGE, 0, 100, PAGE - 1, PAGE + 1]),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([0, PAGE, 2 * PAGE, 5, PAGE - 96]), pieces)
+@example(0, [(0, 0, PAGE), (0, 0, 100), (PAGE - 100, 0, PAGE), (0, 1, PAGE)])
+@example(5, [(0, 0, PAGE - 5), (0, 0, 2 * PAGE)])
+@example(98_304, [(0, 0, 1000), (0, 1, 700)])
+def test_direct_reads_fill_aligned_and_other_memory_alike(aligned_reader, at, wanted):
+    reader, file = aligned_reader
+    with mmap.mmap(-1, 4 * PAGE * len(wanted)) as memory:
+        memory[:] = bytes([GUARD]) * len(memory)
+        requests = []
+        for i, (gap, displacement, nbytes) in enumerate(wanted):
+            at += gap
+            begin = 4 * PAGE * i + displacement
+            view = memoryview(memory)[begin : begin + nbytes]
+            requests.append(ReadRequest(0, at, view, f"piece {i}"))
+            at += nbytes
+        expected = bytearray([GUARD]) * len(memory)
+        for i, (r, (_, displacement, _)) in enumerate(zip(requests, wanted, strict=True)):
+            begin = 4 * PAGE * i + displacement
+            expected[begin : begin + len(r.buffer)] = real_pread(file, len(r.buffer), r.offset)
+        reader.read(requests)
+        filled = bytes(memory)
+        for r in requests:
+            r.buffer.release()
+        requests.clear()
+    assert filled == expected
+
+
+@pytest.fixture(scope="module")
+def aligned_reader(tmp_path_factory):
+    with make_file(tmp_path_factory.mktemp("aligned") / "file", 100_000) as file:
+        reader = open_reader([file], "direct", threads=0)
+        yield reader, file
+        reader.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="O_DIRECT is Linux's")
+def test_direct_reads_of_aligned_memory_are_not_copied(monkeypatch, aligned_reader):
+    given_memory = []
+
+    def watch(fd, buffers, offset, *flags):
+        given_memory.extend(np.frombuffer(b, np.uint8).ctypes.data for b in buffers)
+        return real_preadv(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "preadv", watch)
+    memory = mmap.mmap(-1, 2 * PAGE)
+    aligned_reader[0].read([ReadRequest(0, PAGE, memoryview(memory), "")])
+    assert given_memory == [np.frombuffer(memory, np.uint8).ctypes.data]
 
 
 @pytest.mark.xfail(strict=True, reason="BUG: opened again by path, without a look at what it is")
@@ -594,7 +675,7 @@ def test_threads_are_gone_after_close(one_file):
 def test_threads_and_descriptors_are_gone_with_the_reader(one_file):
     before = set(threading.enumerate())
     reader = ExpertReader([one_file], threads=3, io="direct")
-    descriptors = [f.direct_fd for f in reader._files if f.direct_fd >= 0]
+    descriptors = [f.own_fd for f in reader._files if f.own_fd >= 0]
     read_and_check(reader, [one_file], far_apart)
     assert new_threads(before)
     del reader
@@ -644,6 +725,7 @@ def test_two_readers_of_the_same_files_work_side_by_side(three_files):
 
 SCRIPT = """
 import os, sys, threading
+from smoe_mlx.errors import SmoeError
 from smoe_mlx.store.reader import ExpertReader, ReadRequest
 from smoe_mlx.store.safetensors import SafetensorsMmap
 
@@ -668,12 +750,21 @@ assert read_right()
 assert in_child(lambda: reader.close() is None), "the child could not close"
 assert in_child(lambda: read_right() and reader.close() is None), "nor after reading"
 assert read_right()
+
+mapped = ExpertReader([file], threads=0, io="mmap")
+os.truncate(sys.argv[1], 5000)
+def refuses():
+    try:
+        mapped.read([ReadRequest(0, 90_000, memoryview(bytearray(100)), "")])
+    except SmoeError:
+        return True
+assert in_child(refuses), "a mapping of a truncated file was touched: that kills a process"
 print("last line")
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_forked_children_read_and_close_and_a_reader_left_open_does_not_keep_the_program(one_file):
+def test_forked_children_read_and_an_open_reader_does_not_keep_a_program(one_file):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(one_file.path)],
         capture_output=True,

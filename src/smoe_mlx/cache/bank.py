@@ -4,12 +4,14 @@ MLX reads a bank through its arrays; files are read into it through the views. N
 to a bank through MLX: that could move the array away from under its views.
 """
 
+import math
 from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
 
 from ..store.layout import TensorSpec
+from ..store.reader import PAGE
 
 # safetensors dtype names -> MLX, for what expert tensors can be made of.
 MX_DTYPES = {
@@ -20,23 +22,23 @@ MX_DTYPES = {
 class SlotBank:
     """`slots` rows for experts made of `tensors`: one contiguous [slots, *shape] array a tensor.
 
+    With `aligned`, the arrays begin at page boundaries, so that direct I/O can read into rows that
+    fill whole pages. (Metal's buffers do so anyway.)
+
     Attributes:
         arrays: (projection, kind) -> mx.array [slots, *shape].
     """
 
-    def __init__(self, tensors: Sequence[TensorSpec], slots: int):
+    def __init__(self, tensors: Sequence[TensorSpec], slots: int, aligned: bool = False):
         self.tensors = tuple(tensors)
         self.slots = slots
+        make = _page_aligned_zeros if aligned else mx.zeros
         self.arrays = {
-            (t.projection, t.kind): mx.zeros((slots, *t.shape), MX_DTYPES[t.dtype]) for t in tensors
+            (t.projection, t.kind): make((slots, *t.shape), MX_DTYPES[t.dtype]) for t in tensors
         }
         mx.eval(list(self.arrays.values()))
-        # A bf16 array has no numpy dtype, but its buffer can be seen as bytes. Taken on this
-        # thread, once: the address stays the same as long as the array lives.
-        self._views = [
-            memoryview(np.frombuffer(memoryview(a), np.uint8))  # type: ignore[arg-type]
-            for a in self.arrays.values()
-        ]
+        # Taken on this thread, once: the address stays the same as long as the array lives.
+        self._views = [memoryview(_bytes_of(a).data) for a in self.arrays.values()]
 
     def rows(self, slot: int) -> list[memoryview]:
         """The writable bytes of one slot, a view per tensor, in the order of `tensors`."""
@@ -48,3 +50,18 @@ class SlotBank:
     @property
     def nbytes(self) -> int:
         return self.slots * sum(t.nbytes for t in self.tensors)
+
+
+def _bytes_of(array: mx.array) -> np.ndarray:
+    """A writable view of an array's bytes. (bf16 has no numpy dtype, but its buffer has bytes.)"""
+    return np.frombuffer(memoryview(array), np.uint8)  # type: ignore[arg-type]
+
+
+def _page_aligned_zeros(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    array = mx.zeros(shape, dtype)
+    size, spare = math.prod(shape), PAGE // dtype.size
+    if size + spare >= 1 << 31:  # MLX counts a dimension in 32 bits
+        return array
+    flat = mx.zeros((size + spare,), dtype)
+    skip = -_bytes_of(flat).ctypes.data % PAGE // dtype.size
+    return flat[skip : skip + size].reshape(shape)  # shares the memory of `flat`

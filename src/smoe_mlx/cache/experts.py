@@ -191,7 +191,8 @@ class SharedExpertCache:
 
     def _memory(self, bank: _Bank) -> SlotBank:
         if bank.memory is None:
-            bank.memory = SlotBank(next(iter(bank.layouts.values())).tensors, bank.slots)
+            tensors = next(iter(bank.layouts.values())).tensors
+            bank.memory = SlotBank(tensors, bank.slots, aligned=self.reader.io == "direct")
         return bank.memory
 
     # ---- claims ------------------------------------------------------------------------------

@@ -1,0 +1,161 @@
+"""How fast experts come from the disk, by reading mode, file and record size.
+
+    python benchmarks/read.py CHECKPOINT VAULT [--seconds 2] [--rounds 3] [--json FILE]
+
+CHECKPOINT is an MLX checkpoint, VAULT what `smoe-mlx shatter` made of it. Three parts, in one run:
+
+1. the disk: large sequential direct reads of the vault, four at a time;
+2. random single records of the vault, eight in flight, by pread, direct and mmap, cold (page cache
+   dropped) and warm; and of the checkpoint, whose experts lie in pieces;
+3. what one missed expert costs: reads, bytes and milliseconds, from either file.
+
+Rounds are interleaved, figures are medians. Dropping the page cache of a file needs
+`posix_fadvise` (Linux); elsewhere only direct reads are cold.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from smoe_mlx.cache.bank import SlotBank
+from smoe_mlx.load import _open
+from smoe_mlx.skeleton import build_skeleton
+from smoe_mlx.store.reader import ExpertReader, ReadRequest
+
+BLOCK = 8 << 20
+IN_FLIGHT = 8
+
+
+def sequential(path: Path, seconds: float) -> float:
+    """Bytes a second of large sequential reads past the page cache, four at a time."""
+    from smoe_mlx.store.files import OpenFile
+    from smoe_mlx.store.reader import _File, _pages, _Read
+
+    file = _File(OpenFile(path), "direct")
+    count, done, start = file.size // BLOCK, 0, time.perf_counter()
+
+    def one(i: int) -> int:
+        file.read(_Read(ReadRequest(0, i * BLOCK, _pages(BLOCK)[:BLOCK], "")))
+        return BLOCK
+
+    with ThreadPoolExecutor(4) as pool:
+        at = 0
+        while time.perf_counter() - start < seconds:
+            done += sum(pool.map(one, [(at + i) % count for i in range(16)]))
+            at += 16
+    return done / (time.perf_counter() - start)
+
+
+class Source:
+    """A checkpoint or vault, and requests for its experts."""
+
+    def __init__(self, folder: Path):
+        self.checkpoint, self.vault = _open(folder)
+        skeleton = build_skeleton(folder, self.checkpoint, vault=self.vault)
+        self.layouts = skeleton.layouts
+        self.files = [self.vault] if self.vault else self.checkpoint.files
+        self.banks: dict[bool, SlotBank] = {}
+
+    def requests(self, rng: np.random.Generator, n: int, aligned: bool) -> list[ReadRequest]:
+        """`n` random experts of random layers (of the first kind), each into a slot of its own."""
+        layouts = [x for x in self.layouts if x.tensors == self.layouts[0].tensors]
+        if aligned not in self.banks:
+            self.banks[aligned] = SlotBank(layouts[0].tensors, n, aligned=aligned)
+        out = []
+        for slot in range(n):
+            layout = layouts[rng.integers(len(layouts))]
+            e = int(rng.integers(layout.num_experts))
+            rows = self.banks[aligned].rows(slot)
+            for row, file, offset in zip(
+                rows, layout.file_ids[:, e].tolist(), layout.offsets[:, e].tolist(), strict=True
+            ):
+                out.append(ReadRequest(file, offset, row, ""))
+        return out
+
+    def drop_cache(self) -> None:
+        if hasattr(os, "posix_fadvise"):
+            for f in self.files:
+                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def random_reads(source: Source, io: str, cold: bool, seconds: float, seed: int) -> dict:
+    """Random experts, IN_FLIGHT at a time, for so many seconds."""
+    rng = np.random.default_rng(seed)
+    reader = ExpertReader(source.files, threads=IN_FLIGHT - 1, io=io)
+    experts, spent = 0, 0.0
+    if not cold:
+        fixed = source.requests(np.random.default_rng(0), 64, io == "direct")
+        reader.read(fixed)
+    reader.stats.bytes = reader.stats.reads = 0
+    while spent < seconds:
+        requests = source.requests(rng, 64, io == "direct") if cold else fixed
+        if cold:
+            source.drop_cache()
+        start = time.perf_counter()
+        reader.read(requests)
+        spent += time.perf_counter() - start
+        experts += 64
+    used = source.layouts[0].expert_nbytes * experts
+    out = {
+        "GB/s": used / spent / 1e9,
+        "read GB/s": reader.stats.bytes / spent / 1e9,
+        "reads/expert": reader.stats.reads / experts,
+        "bytes/expert": reader.stats.bytes / experts,
+        "ms/expert": 1e3 * spent / experts,
+    }
+    reader.close()
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("vault", type=Path)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    sources = {"checkpoint": Source(args.checkpoint), "vault": Source(args.vault)}
+    arms = [
+        (name, io, cold)
+        for name in sources
+        for io in ("pread", "direct", "mmap")
+        for cold in ((True,) if io == "direct" else (True, False))
+    ]
+    disk: list[float] = []
+    results: dict[tuple, list[dict]] = {arm: [] for arm in arms}
+    for r in range(args.rounds):
+        disk.append(sequential(sources["vault"].files[0].path, args.seconds))
+        for arm in arms:
+            name, io, cold = arm
+            results[arm].append(random_reads(sources[name], io, cold, args.seconds, r))
+    best = statistics.median(disk)
+    size = sources["vault"].layouts[0].expert_nbytes
+    print(
+        f"expert {size / 1e6:.2f} MB; disk, large sequential direct reads: {best / 1e9:.2f} GB/s\n"
+    )
+    print("file        io      cache  GB/s   of disk  reads/expert  MB read/expert  ms/expert")
+    rows = []
+    for (name, io, cold), runs in results.items():
+        median = {k: statistics.median(x[k] for x in runs) for k in runs[0]}
+        row = {"file": name, "io": io, "cold": cold, **median}
+        row["of disk"] = median["read GB/s"] * 1e9 / best if cold else None
+        rows.append(row)
+        share = f"{row['of disk']:6.2f}" if cold else "     -"
+        print(
+            f"{name:<11} {io:<7} {'cold' if cold else 'warm':<5} {median['GB/s']:6.2f}  {share}  "
+            f"{median['reads/expert']:12.2f}  {median['bytes/expert'] / 1e6:14.3f}  "
+            f"{median['ms/expert']:9.3f}"
+        )
+    if args.json:
+        args.json.write_text(json.dumps({"disk": disk, "expert": size, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
