@@ -41,7 +41,7 @@ def sequential(path: Path, seconds: float) -> float:
     count, done, start = file.size // BLOCK, 0, time.perf_counter()
 
     def one(i: int) -> int:
-        file.read(_Read(ReadRequest(0, i * BLOCK, _pages(BLOCK)[:BLOCK], "")))
+        file.read(_Read(0, i * BLOCK, _pages(BLOCK)[:BLOCK], ("block",)))
         return BLOCK
 
     with ThreadPoolExecutor(4) as pool:
@@ -75,7 +75,7 @@ class Source:
             for row, file, offset in zip(
                 rows, layout.file_ids[:, e].tolist(), layout.offsets[:, e].tolist(), strict=True
             ):
-                out.append(ReadRequest(file, offset, row, ""))
+                out.append((file, offset, row, ("expert",)))
         return out
 
     def drop_cache(self) -> None:

@@ -285,7 +285,8 @@ def test_freeing_a_model_frees_its_files_and_threads(tiny):
     assert descriptors() > fds
     del model
     gc.collect()
-    assert (threading.active_count(), descriptors()) == (threads, fds)
+    assert threading.active_count() <= threads
+    assert descriptors() <= fds
 
 
 # ---- what is refused -----------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from smoe_mlx.plan import (
     parse_meminfo,
     parse_vm_stat,
     plan_banks,
+    split_layers,
 )
 from smoe_mlx.store.layout import ExpertLayout, TensorSpec
 
@@ -69,15 +70,17 @@ def plan_of(layouts, shape=None, *, max_buffer=NO_LIMIT, available=0, **options)
 @settings(max_examples=150, deadline=None)
 @given(models, st.integers(1, 120), st.sampled_from([NO_LIMIT, 200_000, 50_000]))
 def test_banks_share_out_exactly_the_slots_asked_for(layouts, slots, max_buffer):
-    total = sum(x.num_experts for x in layouts)
+    parts = split_layers(layouts, max_buffer)
+    total = sum(most for _, most in parts)  # all experts, unless an array would be too large
+    if max_buffer == NO_LIMIT:
+        assert total == sum(x.num_experts for x in layouts)
+        assert len(parts) == len(group_layers(layouts))
     try:
         banks = plan_banks(layouts, slots, max_buffer)
     except BudgetError as e:
         least = int(re.search(r"at least (\d+)", str(e))[1])
-        assert slots < least <= max(len(layouts), slots + 1)
-        if max_buffer == NO_LIMIT:
-            assert least == len(group_layers(layouts))
-            plan_banks(layouts, least, max_buffer)
+        assert slots < least == len(parts)
+        plan_banks(layouts, least, max_buffer)
         return
     assert sorted(i for b in banks for i in b.layers) == list(range(len(layouts)))
     assert sum(b.slots for b in banks) == min(slots, total)
@@ -88,7 +91,9 @@ def test_banks_share_out_exactly_the_slots_asked_for(layouts, slots, max_buffer)
         assert b.expert_nbytes == layouts[b.layers[0]].expert_nbytes
         assert b.nbytes == b.slots * b.expert_nbytes
         # its share, give or take the one slot that every bank must have
-        assert abs(b.slots - min(slots, total) * b.experts / total) <= len(banks)
+        assert max_buffer < NO_LIMIT or abs(b.slots - min(slots, total) * b.experts / total) <= len(
+            banks
+        )
 
 
 @given(models)
@@ -111,7 +116,6 @@ def test_a_geometry_is_split_where_its_array_would_be_too_large():
     assert [b.layers for b in plan_banks(layouts, 16, 400)] == [(0,), (1,), (2,), (3,)]
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: the split counts layers, not the slots they are dealt")
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(models, st.integers(1, 120), st.integers(1, 8))
 @example([make_layout(4, (100,))] * 3, 12, 6)  # 6 slots fit; banks of 8 and 4 are made
@@ -124,12 +128,6 @@ def test_no_array_is_larger_than_the_device_takes(layouts, slots, fit):
     for b in plan_banks(layouts, slots, max_buffer):
         for t in layouts[b.layers[0]].tensors:
             assert b.slots * t.nbytes <= max_buffer
-
-
-@pytest.mark.xfail(strict=True, raises=BudgetError, reason="BUG: more parts than slots")
-def test_a_split_never_asks_for_more_slots_than_one_for_each_geometry():
-    layouts = [make_layout(3, (100,))] * 2 + [make_layout(2, (77,))]
-    assert sum(b.slots for b in plan_banks(layouts, 2, 100)) == 2
 
 
 # ---- plans ---------------------------------------------------------------------------------------
@@ -165,7 +163,7 @@ def test_a_plan_stays_within_the_memory_and_its_parts_add_up(layouts, share, ste
     assert plan.total <= plan.memory == memory
     if memory >= full and step is not None:  # else see test_what_is_said_to_hold_everything_does
         assert plan.slots == plan.num_experts
-    if plan.slots < plan.num_experts and len(plan.banks) == 1:
+    if plan.slots < plan.num_experts and len(plan.banks) == 1 and step is not None:
         one_more = plan.total + plan.banks[0].expert_nbytes
         assert one_more > memory, "memory was left unused"
 
@@ -219,13 +217,11 @@ def test_useful_holds_the_experts_of_one_token(counts, top_k):
     check_useful([make_layout(n, (1000, 8, 8)) for n in counts], top_k)
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: 13 slots, because 14 as dealt take more than 15 do")
 def test_useful_holds_the_experts_of_one_token_whatever_their_sizes():
     kinds = [(3, (10,)), (4, (4, 4)), (5, (10,)), (10, (4, 4)), (12, (1000, 8, 8))]
     check_useful([make_layout(*k) for k in kinds], top_k=3)
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: the remainder is dealt anew for each number of slots")
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(models, st.integers(1, 100))
 @example([make_layout(n, (size,)) for n, size in [(8, 10), (14, 4), (12, 1016)]], 14)
@@ -250,18 +246,12 @@ plain = [make_layout(100, (100_000,))]
 plain_shape = make_shape(plain, hidden_size=512)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=BudgetError, reason="BUG: the step leaves no room for a slot"
-)
 @pytest.mark.parametrize("spare", [0, 300_000])
 def test_any_memory_from_the_minimum_on_works(spare):
     least = plan_of(plain, plain_shape, slots=1).minimum
     assert plan_of(plain, plain_shape, memory=least + spare).slots >= 1
 
 
-@pytest.mark.xfail(
-    strict=True, reason="BUG: a wider prefill step takes the place of the last experts"
-)
 @pytest.mark.parametrize("experts", [12, 100])
 def test_what_is_said_to_hold_everything_does(experts):
     layouts = [make_layout(experts, (50_000,))]
@@ -280,7 +270,6 @@ def test_the_prefill_step_grows_with_the_memory():
     assert steps[0] < steps[-1]
 
 
-@pytest.mark.xfail(strict=True, reason="WEAKNESS: a wider prefill step takes more than was added")
 def test_more_memory_never_gives_fewer_slots():
     least = plan_of(plain, plain_shape, slots=1).minimum
     slots = [plan_of(plain, plain_shape, memory=least + 1_000_000 * i).slots for i in range(8, 200)]
@@ -299,7 +288,6 @@ def test_too_little_memory_is_refused_with_what_it_is_needed_for():
         assert words in str(caught.value)
 
 
-@pytest.mark.xfail(strict=True, raises=BudgetError, reason="BUG: the amount is rounded down")
 @pytest.mark.parametrize("backbone", [0, 2_222_222, 44_444_444, 123_456_789_012])
 def test_the_amount_that_the_error_names_then_works(backbone):
     shape = make_shape(plain, backbone_nbytes=backbone)
@@ -398,7 +386,6 @@ def test_parse_bytes_refuses(text):
     assert repr(text) in str(caught.value)
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: KeyError, OverflowError, or 0 bytes")
 @pytest.mark.parametrize("text", ["12iB", "12\u212aB", float("inf"), "9" * 400, 0.5, "0.5B"])
 def test_parse_bytes_refuses_these_as_well(text):
     with pytest.raises(BudgetError):
@@ -422,7 +409,6 @@ def test_format_bytes(nbytes, text):
     assert format_bytes(nbytes) == text
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: rounded after the unit was chosen")
 @pytest.mark.parametrize("nbytes", [999_600, 999_500_000])
 def test_format_bytes_never_prints_four_figures(nbytes):
     assert not format_bytes(nbytes).startswith("1000")
@@ -495,7 +481,7 @@ def test_parse_meminfo_takes_what_is_available_not_what_is_free():
 
 
 def test_parse_vm_stat_counts_what_can_be_reclaimed():
-    assert parse_vm_stat(VM_STAT) == 16384 * (12345 + 1000 + 200 + 30000)
+    assert parse_vm_stat(VM_STAT) == 16384 * (12345 + 200 + 30000)
 
 
 def test_parse_vm_stat_uses_the_page_size_it_is_told():
@@ -504,7 +490,7 @@ def test_parse_vm_stat_uses_the_page_size_it_is_told():
 
 def test_parse_vm_stat_can_do_without_a_line():
     text = VM_STAT.replace("Pages purgeable", "Pages something")
-    assert parse_vm_stat(text) == 16384 * (12345 + 1000 + 30000)
+    assert parse_vm_stat(text) == 16384 * (12345 + 30000)
 
 
 def write_cgroup(folder, limit: str, current: str = "3000\n") -> str:
@@ -515,6 +501,12 @@ def write_cgroup(folder, limit: str, current: str = "3000\n") -> str:
 
 def test_a_cgroup_s_limit_counts_less_what_is_used(tmp_path):
     assert _cgroup_room(write_cgroup(tmp_path, "10000\n")) == 7000
+
+
+def test_a_cgroup_s_cached_file_pages_are_room(tmp_path):
+    root = write_cgroup(tmp_path, "10000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 500\nactive_file 100\n")
+    assert _cgroup_room(root) == 7500
 
 
 def test_a_cgroup_without_a_limit_has_no_say(tmp_path):

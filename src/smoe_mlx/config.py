@@ -18,12 +18,16 @@ def parse_bytes(text: str | int | float) -> int:
     Raises:
         BudgetError: not a size.
     """
-    if isinstance(text, (int, float)) and not isinstance(text, bool) and text > 0:
-        return int(text)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?(?:i?B)?)\s*", str(text), re.IGNORECASE)
-    if not match or not float(match[1]):
-        raise BudgetError(f"{text!r} is not a memory size. Write for example 12GB, 800MB or 16GiB.")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    number, unit = text, ""
+    if isinstance(text, str):
+        match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([A-Z]*)\s*", text.upper(), re.ASCII)
+        number, unit = (float(match[1]), match[2]) if match else (0, "")
+    ok = isinstance(number, (int, float)) and not isinstance(number, bool) and unit in _UNITS
+    if not ok or not 1 <= number * _UNITS[unit] < 1 << 60:  # type: ignore[operator]
+        raise BudgetError(
+            f"{text!r:.40} is not a memory size. Write for example 12GB, 800MB or 16GiB."
+        )
+    return int(number * _UNITS[unit])
 
 
 @dataclass(frozen=True)

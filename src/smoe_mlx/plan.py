@@ -4,6 +4,8 @@ bytes: it drives the allocation, and the reports quote it.
 Works from headers and shapes alone; no weight is read.
 """
 
+import contextlib
+import heapq
 import math
 import os
 import platform
@@ -138,13 +140,18 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-def format_bytes(n: float) -> str:
-    """12.3 GB, 456 MB, 7.8 kB: decimal units, three figures."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if n < 1000 or unit == "TB":
-            return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.3g} {unit}"
-        n /= 1000
-    raise AssertionError
+def format_bytes(n: float, up: bool = False) -> str:
+    """12.3 GB, 456 MB, 7.8 kB: decimal units, three figures, the last one rounded (or `up`)."""
+    unit, size = next((u, s) for u, s in _DECIMAL if abs(n) >= 0.9995 * s or s == 1)
+    value = n / size
+    digits = 0 if size == 1 or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    if up:
+        value = math.ceil(round(value * 10**digits, 6)) / 10**digits
+    text = f"{value:.{digits}f}"
+    return f"{text.rstrip('0').rstrip('.') if digits else text} {unit}"
+
+
+_DECIMAL = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("B", 1))
 
 
 def activation_nbytes(shape: ModelShape, tokens: int, context: int) -> int:
@@ -172,51 +179,61 @@ def group_layers(layouts: Sequence[ExpertLayout]) -> list[tuple[int, ...]]:
     return [tuple(g) for g in groups.values()]
 
 
+def split_layers(
+    layouts: Sequence[ExpertLayout], max_buffer_nbytes: int
+) -> list[tuple[tuple[int, ...], int]]:
+    """The banks of a model, as (layers, most slots): one a geometry.
+
+    A geometry whose arrays could pass `max_buffer_nbytes` is split into banks of fewer layers.
+    """
+    parts = []
+    for layers in group_layers(layouts):
+        widest = max(t.nbytes for t in layouts[layers[0]].tensors)
+        most = max(1, max_buffer_nbytes // widest)  # rows of the largest array
+        experts = sum(layouts[i].num_experts for i in layers)
+        n = min(len(layers), -(-experts // most))
+        size, extra = divmod(len(layers), n)
+        at = 0
+        for i in range(n):
+            part = layers[at : at + size + (i < extra)]
+            at += len(part)
+            parts.append((part, min(most, sum(layouts[i].num_experts for i in part))))
+    return parts
+
+
 def plan_banks(
     layouts: Sequence[ExpertLayout], slots: int, max_buffer_nbytes: int
 ) -> tuple[BankPlan, ...]:
-    """Deal `slots` out to banks: by geometry, in proportion to the experts, none left empty.
+    """Deal `slots` out to banks in proportion to their experts, at least one to each.
 
-    A geometry whose arrays would pass `max_buffer_nbytes` is split into banks of fewer layers.
+    By the method of Sainte-Lague: one slot more never takes a slot away from any bank.
 
     Raises:
         BudgetError: a single slot for each bank is more than `slots`.
     """
-    groups = group_layers(layouts)
-    total = sum(x.num_experts for x in layouts)
-    slots = min(slots, total)
-    parts: list[tuple[int, ...]] = []
-    for layers in groups:
-        widest = max(t.nbytes for t in layouts[layers[0]].tensors)
-        share = slots * sum(layouts[i].num_experts for i in layers) / total
-        n = min(len(layers), max(1, math.ceil(share * widest / max_buffer_nbytes)))
-        parts += [tuple(p) for p in _split(layers, n)]
+    parts = split_layers(layouts, max_buffer_nbytes)
     if slots < len(parts):
         raise BudgetError(
             f"{slots} slots are too few: this model needs at least {len(parts)} "
             f"(one for each of its {len(parts)} kinds of experts)."
         )
-    experts = [sum(layouts[i].num_experts for i in p) for p in parts]
-    dealt = [max(1, slots * e // total) for e in experts]
-    while sum(dealt) > slots:  # the ones that were rounded up to 1 took too many
-        dealt[dealt.index(max(dealt))] -= 1
-    for i in sorted(range(len(parts)), key=lambda i: dealt[i] / experts[i]):
-        if sum(dealt) < slots and dealt[i] < experts[i]:
-            dealt[i] += min(slots - sum(dealt), experts[i] - dealt[i])
+    experts = [sum(layouts[i].num_experts for i in layers) for layers, _ in parts]
+    dealt = [1] * len(parts)
+    left = slots - len(parts)
+    if len(parts) == 1:
+        dealt, left = [min(slots, parts[0][1])], 0
+    queue = [(-n / 3, i) for i, n in enumerate(experts) if parts[i][1] > 1]
+    heapq.heapify(queue)
+    while left and queue:
+        _, i = heapq.heappop(queue)
+        dealt[i] += 1
+        left -= 1
+        if dealt[i] < parts[i][1]:
+            heapq.heappush(queue, (-experts[i] / (2 * dealt[i] + 1), i))
     return tuple(
-        BankPlan(p, n, e, layouts[p[0]].expert_nbytes)
-        for p, n, e in zip(parts, dealt, experts, strict=True)
+        BankPlan(layers, n, e, layouts[layers[0]].expert_nbytes)
+        for (layers, _), n, e in zip(parts, dealt, experts, strict=True)
     )
-
-
-def _split(layers: tuple[int, ...], n: int) -> list[tuple[int, ...]]:
-    size, extra = divmod(len(layers), n)
-    out, at = [], 0
-    for i in range(n):
-        end = at + size + (i < extra)
-        out.append(layers[at:end])
-        at = end
-    return out
 
 
 def make_plan(
@@ -235,35 +252,34 @@ def make_plan(
     Raises:
         BudgetError: the budget is too small; the message says what would do.
     """
-    total = sum(x.num_experts for x in layouts)
-    fewest = len(group_layers(layouts))
+    parts = split_layers(layouts, max_buffer_nbytes)
+    total, fewest = sum(most for _, most in parts), len(parts)
     reads = sum(s.top_k for s in shape.layers)
     kv, context = shape.kv_nbytes, shape.context
 
+    def activations(step: int) -> int:
+        return activation_nbytes(shape, step, context)
+
     def fixed(step: int) -> int:
-        rest = activation_nbytes(shape, step, context)
-        return shape.backbone_nbytes + kv + rest + OVERHEAD_NBYTES
+        return shape.backbone_nbytes + kv + activations(step) + OVERHEAD_NBYTES
 
     def slots_nbytes(slots: int) -> int:
         return sum(b.nbytes for b in plan_banks(layouts, slots, max_buffer_nbytes))
+
+    def most_slots(room: float) -> int:
+        return _most_slots(slots_nbytes, int(room), fewest, total)
 
     steps = [config.prefill_step] if config.prefill_step else list(PREFILL_STEPS)
     steps = sorted({min(s, context) for s in steps}, reverse=True)
     memory = None if config.memory is None else parse_bytes(config.memory)
     if config.slots is not None:
-        step = steps[0]
-        slots = config.slots
+        step, slots = steps[0], config.slots
         slots = max(fewest, round(slots * total)) if isinstance(slots, float) else slots
     else:
         room = memory
         if room is None:
             room = available_nbytes - max(SYSTEM_NBYTES, int(SYSTEM_SHARE * available_nbytes))
-        # The widest prefill whose activations take no more than a quarter of what is not backbone.
-        free = room - shape.backbone_nbytes - kv
-        step = next(
-            (s for s in steps if activation_nbytes(shape, s, context) <= free / 4), steps[-1]
-        )
-        slots = _most_slots(slots_nbytes, room - fixed(step), fewest, total)
+        slots = most_slots(room - fixed(steps[-1]))
         if slots < fewest:
             least = fixed(steps[-1]) + slots_nbytes(fewest)
             raise BudgetError(
@@ -272,24 +288,30 @@ def make_plan(
                     if memory is not None
                     else f"about {format_bytes(max(room, 0))} can be used on this machine"
                 )
-                + f": this model needs at least {format_bytes(least)} "
+                + f": this model needs at least {format_bytes(least, up=True)} "
                 f"({format_bytes(shape.backbone_nbytes)} of it backbone) "
                 f"for a context of {context} tokens."
             )
+        if slots < total and len(steps) > 1:
+            # A wide prefill reads less in all: leave it a quarter of what is not backbone.
+            free = room - shape.backbone_nbytes - kv - OVERHEAD_NBYTES
+            slots = max(fewest, most_slots(free - max(free / 4, activations(steps[-1]))))
+        rest = room - slots_nbytes(slots)
+        step = next((s for s in steps if fixed(s) <= rest), steps[-1])
     banks = plan_banks(layouts, slots, max_buffer_nbytes)
     return MemoryPlan(
         backbone=shape.backbone_nbytes,
         banks=banks,
         kv_cache=kv,
         context=context,
-        activations=activation_nbytes(shape, step, context),
+        activations=activations(step),
         prefill_step=step,
         overhead=OVERHEAD_NBYTES,
         memory=memory,
         experts_nbytes=sum(x.nbytes for x in layouts),
-        num_experts=total,
+        num_experts=sum(x.num_experts for x in layouts),
         minimum=fixed(steps[-1]) + slots_nbytes(fewest),
-        useful=fixed(steps[-1]) + slots_nbytes(max(fewest, reads)),
+        useful=fixed(steps[-1]) + slots_nbytes(max(fewest, min(reads, total))),
         full=fixed(steps[-1]) + slots_nbytes(total),
         expert_reads=reads,
     )
@@ -326,8 +348,11 @@ def available_memory() -> int:
 
 
 def parse_meminfo(text: str) -> int:
-    """MemAvailable of /proc/meminfo, in bytes."""
-    return int(re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)[1]) * 1024  # type: ignore[index]
+    """MemAvailable of /proc/meminfo (MemFree on a kernel without it), in bytes."""
+    for name in ("MemAvailable", "MemFree"):
+        if match := re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE):
+            return int(match[1]) * 1024
+    raise BudgetError("cannot tell how much memory is free: give memory or slots")
 
 
 def parse_vm_stat(text: str) -> int:
@@ -338,17 +363,28 @@ def parse_vm_stat(text: str) -> int:
         match = re.search(rf"^{name}:\s+(\d+)", text, re.MULTILINE)
         return int(match[1]) if match else 0
 
-    names = ("Pages free", "Pages speculative", "Pages purgeable", "File-backed pages")
+    # Speculative pages are file-backed ones that were read ahead.
+    names = ("Pages free", "Pages purgeable", "File-backed pages")
     return page * sum(map(pages, names))
 
 
 def _cgroup_room(root: str = "/sys/fs/cgroup") -> int | None:
-    """Bytes left under a cgroup v2 memory limit, or None without one."""
+    """Bytes left under a cgroup v2 memory limit, or None without one.
+
+    Cached file pages count as used there, but give way: `inactive_file` is room.
+    """
+
+    def read(name: str) -> str:
+        with open(os.path.join(root, name)) as f:
+            return f.read()
+
     try:
-        with open(os.path.join(root, "memory.max")) as f:
-            limit = f.read().strip()
-        with open(os.path.join(root, "memory.current")) as f:
-            used = int(f.read())
+        limit, used = read("memory.max").strip(), int(read("memory.current"))
+        cached = None
+        if limit == "max":
+            return None
     except OSError:
         return None
-    return None if limit == "max" else int(limit) - used
+    with contextlib.suppress(OSError):
+        cached = re.search(r"^inactive_file (\d+)", read("memory.stat"), re.MULTILINE)
+    return int(limit) - used + (int(cached[1]) if cached else 0)

@@ -49,7 +49,7 @@ class Switch:
     module: nn.Module
     linears: dict[str, SwitchLinear]  # unquantised and never evaluated: for their shapes
     arrays: dict[tuple[str, str], mx.array] = field(default_factory=dict)
-    names: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    names: dict[tuple[str, str], str | list[str]] = field(default_factory=dict)
     layout: ExpertLayout | None = None
     projections: dict[str, Projection] = field(default_factory=dict)
 
@@ -209,9 +209,9 @@ _stack_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def _recorded_stacks(names: dict[int, str]) -> Iterator[dict[int, list[str]]]:
-    """While active: array id -> the checkpoint tensors it consists of, [name] or E names."""
-    known = {i: [n] for i, n in names.items()}
+def _recorded_stacks(names: dict[int, str]) -> Iterator[dict[int, str | list[str]]]:
+    """While active: array id -> the checkpoint tensor that it is, or the E that it stacks."""
+    known: dict[int, str | list[str]] = dict(names)
     alive = []
     stack = mx.stack
 
@@ -234,7 +234,7 @@ def _recorded_stacks(names: dict[int, str]) -> Iterator[dict[int, list[str]]]:
 def _take_experts(
     weights: dict[str, mx.array],
     switches: list[Switch],
-    names: dict[int, list[str]],
+    names: dict[int, str | list[str]],
     folder: Path,
     computed_too: bool,
 ) -> dict[str, mx.array]:
@@ -263,6 +263,8 @@ def _take_experts(
 
 def _placeholders(vault: Vault) -> dict[str, mx.array]:
     """Lazy arrays of the shapes that a vault's experts would have in a checkpoint."""
+    for t in (t for x in vault.layouts for t in x.tensors if t.dtype not in MX_DTYPES):
+        raise VaultError(f"{vault.path}: {t.name} is {t.dtype}, which cannot be streamed.")
     return {
         f"{x.path}.{t.name}": mx.zeros((x.num_experts, *t.shape), MX_DTYPES[t.dtype])
         for x in vault.layouts
@@ -312,7 +314,9 @@ def _resolve_layout(switch: Switch, checkpoint: Checkpoint, vault: Vault | None)
     )
     for t in switch.layout.tensors:
         array = switch.arrays[t.projection, t.kind]
-        where = f"{checkpoint.folder}: tensor {switch.names[t.projection, t.kind][0]!r}"
+        names = switch.names[t.projection, t.kind]
+        name = names if isinstance(names, str) else names[0]
+        where = f"{checkpoint.folder}: tensor {name!r}"
         if t.dtype not in MX_DTYPES:
             raise UnsupportedModelError(
                 f"{where} is {t.dtype}, which cannot be streamed. {CONVERT}"
@@ -325,7 +329,7 @@ def _vault_layout(switch: Switch, vault: Vault) -> ExpertLayout:
     layout = next((x for x in vault.layouts if x.path == switch.path), None)
     if layout is None:
         raise VaultError(f"{vault.path}: the experts of {switch.path} are not in this vault.")
-    here = {(t.projection, t.kind): [f"{switch.path}.{t.name}"] for t in layout.tensors}
+    here = {(t.projection, t.kind): f"{switch.path}.{t.name}" for t in layout.tensors}
     if here != switch.names or layout.num_experts != switch.num_experts:
         raise VaultError(f"{vault.path}: {switch.path} is not what this model needs.")
     return layout

@@ -8,7 +8,7 @@ computed from this cache has been evaluated (`hold`, `_settle`).
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -21,6 +21,7 @@ from .policy import LRU, Policy
 
 Arrays = dict[tuple[str, str], mx.array]
 Key = tuple[int, int]  # (layer, expert)
+SETTLE_EVERY = 8  # outputs that are held before a look at which are evaluated
 
 
 @dataclass
@@ -55,37 +56,47 @@ class CacheStats:
         return sum(x.misses for x in self.layers)
 
 
-@dataclass
 class _Bank:
-    """A slot bank, shared by the layers whose experts have one geometry, and its bookkeeping."""
+    """A slot bank, shared by the layers whose experts have one geometry, and its bookkeeping.
 
-    layouts: dict[int, ExpertLayout]
-    slots: int
-    policy: Policy
-    memory: SlotBank | None = None
-    owner: list[Key | None] = field(default_factory=list)
-    free: list[int] = field(default_factory=list)
-    tables: dict[int, np.ndarray] = field(default_factory=dict)  # layer -> [E] slot, or -1
-    pinned: set[Key] = field(default_factory=set)
-    resident: dict[int, Arrays] = field(default_factory=dict)  # layer -> its own rows
+    `tables` are the truth; `free` and `policy` follow from them and can be made anew.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(self, layouts: dict[int, ExpertLayout], slots: int, policy: Policy):
+        self.layouts, self.slots, self.policy = layouts, slots, policy
+        self.holds_all = slots >= sum(x.num_experts for x in layouts.values())
+        # layer -> [E]: the slot of each expert, or -1. Lists: faster than arrays for a few ids.
+        self.tables = {i: [-1] * x.num_experts for i, x in layouts.items()}
+        self.pinned: set[Key] = set()
         self.forget()
 
     def forget(self) -> None:
         """Empty, with no memory: it is allocated when it is first needed."""
-        self.memory = None
-        self.owner = [None] * self.slots
+        self.memory: SlotBank | None = None
+        self.resident: dict[int, Arrays] = {}  # layer -> its own rows
+        for layer, table in self.tables.items():
+            for e, slot in enumerate(table):
+                if slot >= 0:
+                    self.policy.discard((layer, e))
+            table[:] = [-1] * len(table)
         self.free = list(range(self.slots))[::-1]
-        for key in {(layer, e) for layer, t in self.tables.items() for e in np.flatnonzero(t >= 0)}:
-            self.policy.discard(key)
-        self.tables = {i: np.full(x.num_experts, -1, np.int32) for i, x in self.layouts.items()}
-        self.pinned = set()
-        self.resident = {}
 
-    @property
-    def holds_all(self) -> bool:
-        return self.slots >= sum(x.num_experts for x in self.layouts.values())
+    def owners(self) -> dict[int, Key]:
+        """slot -> (layer, expert), of the slots in use."""
+        return {
+            slot: (layer, e)
+            for layer, table in self.tables.items()
+            for e, slot in enumerate(table)
+            if slot >= 0
+        }
+
+    def repair(self) -> None:
+        """Make `free` and `policy` follow the tables again after an interruption."""
+        owners = self.owners()
+        self.free = [slot for slot in range(self.slots)[::-1] if slot not in owners]
+        for key in owners.values():
+            if key not in self.pinned and key not in self.policy:
+                self.policy.touch(key)
 
 
 class SharedExpertCache:
@@ -128,9 +139,10 @@ class SharedExpertCache:
                 raise BudgetError("a bank needs at least one slot")
             total = sum(x.num_experts for x in group.values())
             self._banks.append(_Bank(group, min(slots, total), policy()))
-        self._bank_of = {i: b for b in self._banks for i in b.layouts}
-        if set(self._bank_of) != set(range(len(self.layouts))):
+        if sorted(i for b in self._banks for i in b.layouts) != list(range(len(self.layouts))):
             raise ValueError("every layer must belong to one bank")
+        self._bank_of = {i: b for b in self._banks for i in b.layouts}
+        self._names = [tuple(t.name for t in x.tensors) for x in self.layouts]
 
     # ---- what is in memory -------------------------------------------------------------------
 
@@ -150,8 +162,8 @@ class SharedExpertCache:
         return sum(b.slots * next(iter(b.layouts.values())).expert_nbytes for b in self._banks)
 
     def table(self, layer: int) -> np.ndarray:
-        """[E] int32: the slot of each expert of `layer`, or -1. Read it under `lock`."""
-        return self._bank_of[layer].tables[layer]
+        """[E] int32: the slot of each expert of `layer` now, or -1. Take it under `lock`."""
+        return np.array(self._bank_of[layer].tables[layer], np.int32)
 
     def arrays(self, layer: int) -> Arrays:
         """The slot bank of `layer`: (projection, kind) -> [slots, ...]."""
@@ -185,7 +197,7 @@ class SharedExpertCache:
         # A contiguous slice shares the bank's memory.
         rows = {k: a[start : start + count] for k, a in memory.arrays.items()}
         mx.eval(list(rows.values()))
-        bank.tables[layer][:] = np.arange(start, start + count)
+        bank.tables[layer][:] = range(start, start + count)
         bank.resident[layer] = rows
         return rows
 
@@ -224,12 +236,16 @@ class SharedExpertCache:
             ExpertReadError, CheckpointChangedError: nothing was claimed; the cache stays usable.
         """
         bank, stats = self._bank_of[layer], self.stats.layers[layer]
+        if bank.holds_all:
+            self.resident(layer)
+            return
         table = bank.tables[layer]
-        missing = []
+        missing = [e for e in experts if table[e] < 0]
+        if missing:
+            self._settle()  # may lose what is in memory: look again
+            missing = [e for e in experts if table[e] < 0]
         for e in experts:  # hits count as used before any miss evicts
-            if table[e] < 0:
-                missing.append(e)
-            elif (layer, e) not in bank.pinned:
+            if table[e] >= 0 and (layer, e) not in bank.pinned:
                 bank.policy.touch((layer, e))
         if missing:
             self._load(bank, layer, missing, keep={(layer, e) for e in experts})
@@ -238,45 +254,60 @@ class SharedExpertCache:
         if self._debug:
             self.check()
 
-    def _load(self, bank: _Bank, layer: int, experts: list[int], keep: set[Key]) -> None:
-        self._settle()
+    def claim_few(self, layer: int, ids: Sequence[int]) -> list[int] | None:
+        """`claim` for a few ids, repetitions among them: the slot of each, or None if there is not
+        room for all of them at once. What decoding calls for each layer: every microsecond counts.
+        """
+        bank = self._bank_of[layer]
         table = bank.tables[layer]
-        taken = {}
+        slots = [table[e] for e in ids]
+        experts = dict.fromkeys(ids)
+        if -1 in slots or bank.pinned or self._debug:
+            if len(experts) + len(bank.pinned) > bank.slots:
+                return None
+            self.claim(layer, list(experts))
+            return [table[e] for e in ids]
+        for e in experts:
+            bank.policy.touch((layer, e))
+        self.stats.layers[layer].hits += len(experts)
+        return slots
+
+    def _load(self, bank: _Bank, layer: int, experts: list[int], keep: set[Key]) -> None:
+        """Read missing experts into slots, evicting others. Nothing may still read the slots."""
+        table = bank.tables[layer]
+        taken: dict[int, int] = {}
         try:
             for e in experts:
                 if not bank.free:
                     self._evict(bank, keep)
                 taken[e] = bank.free.pop()
             self._read(bank, layer, taken)
-        except BaseException:
-            bank.free.extend(taken.values())
+            for e, slot in taken.items():
+                table[e] = slot
+                bank.policy.touch((layer, e))
+        except BaseException:  # a failed read, or an interruption anywhere
+            for e in experts:
+                table[e] = -1
+                bank.policy.discard((layer, e))
+            bank.repair()
             raise
-        for e, slot in taken.items():
-            table[e] = slot
-            bank.owner[slot] = (layer, e)
-            bank.policy.touch((layer, e))
 
     def _evict(self, bank: _Bank, keep: set[Key]) -> None:
         key = bank.policy.victim(keep)
-        bank.policy.discard(key)
         layer, expert = key
-        slot = int(bank.tables[layer][expert])
+        bank.free.append(bank.tables[layer][expert])
         bank.tables[layer][expert] = -1
-        bank.owner[slot] = None
-        bank.free.append(slot)
+        bank.policy.discard(key)
         self.stats.evictions += 1
 
     def _read(self, bank: _Bank, layer: int, slots: dict[int, int]) -> None:
         """Read experts of `layer` into slots (expert -> slot)."""
-        layout, memory = self.layouts[layer], self._memory(bank)
-        requests = []
+        layout, memory, names = self.layouts[layer], self._memory(bank), self._names[layer]
+        requests: list[ReadRequest] = []
         for e, slot in slots.items():
-            ids, offsets = layout.file_ids[:, e].tolist(), layout.offsets[:, e].tolist()
-            for t, row, file, offset in zip(
-                layout.tensors, memory.rows(slot), ids, offsets, strict=True
-            ):
-                label = f"{t.name} of expert {e} of {layout.path}"
-                requests.append(ReadRequest(file, offset, row, label))
+            labels = [(name, f"expert {e}", layout.path) for name in names]
+            files, offsets = layout.file_ids[:, e].tolist(), layout.offsets[:, e].tolist()
+            requests += zip(files, offsets, memory.rows(slot), labels, strict=True)
         self.reader.read(requests)
         if self._check and layout.checksums is not None:
             for e, slot in slots.items():
@@ -308,24 +339,34 @@ class SharedExpertCache:
         with self.lock:
             self._settle()
 
-    def release_evaluated(self) -> None:
-        """Call it after evaluating something that depends on all earlier layers: drops what was
-        held. Costs nothing then, and is right, if slower, when the assumption does not hold."""
-        self._settle()
+    def look_after(self) -> None:
+        """Now and then let go of held outputs, nearly all of which have been evaluated by now."""
+        if len(self._pending) >= SETTLE_EVERY:
+            self._settle()
 
     def _settle(self) -> None:
         if not self._pending:
             return
-        pending, self._pending = self._pending, []
         try:
-            mx.eval(pending)
-        except RuntimeError:
-            # Built by another thread and never evaluated there; MLX cannot evaluate it here. It
-            # may yet be evaluated, so its slots must keep their bytes: leave them to it.
+            mx.eval(self._pending)
+            self._pending = []
+        except Exception:
+            # Built by another thread and never evaluated there, so that MLX cannot evaluate it
+            # here, or it cannot be evaluated at all. It may yet be tried, and then its slots must
+            # have their bytes: leave them to it, and start with new memory.
+            self._pending = []
+            self.stats.abandoned += 1
             for bank in self._banks:
                 if not bank.holds_all:
-                    bank.forget()
-            self.stats.abandoned += 1
+                    self._abandon(bank)
+
+    def _abandon(self, bank: _Bank) -> None:
+        bank.forget()
+        for layer in {layer for layer, _ in bank.pinned}:
+            experts = [e for i, e in bank.pinned if i == layer]
+            self._load(bank, layer, experts, keep=set())
+            for e in experts:
+                bank.policy.discard((layer, e))
 
     # ---- pins --------------------------------------------------------------------------------
 
@@ -346,7 +387,7 @@ class SharedExpertCache:
                     f"for the rest. Pin fewer, or give the cache more memory."
                 )
             for e in dict.fromkeys(experts):
-                self.claim(layer, [e])
+                self.claim(layer, [e])  # one by one: what comes before is pinned already
                 bank.pinned.add((layer, e))
                 bank.policy.discard((layer, e))
 
@@ -362,18 +403,15 @@ class SharedExpertCache:
     # ---- self-check --------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise AssertionError unless tables, owners and free slots agree."""
+        """Raise AssertionError unless tables, free slots and pins agree."""
         for bank in self._banks:
             if bank.holds_all:
                 continue
-            seen: dict[int, Key] = {}
-            for layer, table in bank.tables.items():
-                for e in np.flatnonzero(table >= 0).tolist():
-                    slot = int(table[e])
-                    assert slot not in seen, f"slot {slot} holds {seen[slot]} and {(layer, e)}"
-                    assert bank.owner[slot] == (layer, e), f"slot {slot} is not owned by its expert"
-                    seen[slot] = (layer, e)
+            used = [slot for table in bank.tables.values() for slot in table if slot >= 0]
+            assert len(set(used)) == len(used), "two experts are in one slot"
             assert len(set(bank.free)) == len(bank.free), "a slot is free twice"
-            assert not set(bank.free) & set(seen), "a free slot is in use"
-            assert len(bank.free) + len(seen) == bank.slots, "slots were lost"
-            assert bank.pinned <= set(seen.values()), "a pinned expert is not in memory"
+            assert not set(bank.free) & set(used), "a free slot is in use"
+            assert len(bank.free) + len(used) == bank.slots, "slots were lost"
+            for key in bank.owners().values():
+                assert (key in bank.pinned) != (key in bank.policy), f"{key} is lost to eviction"
+            assert bank.pinned <= set(bank.owners().values()), "a pinned expert is not in memory"

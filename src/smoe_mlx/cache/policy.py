@@ -11,6 +11,9 @@ class Policy(Protocol):
     def touch(self, key: Hashable) -> None:
         """`key` was used just now (and is added if it is new)."""
 
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether `key` is a candidate."""
+
     def discard(self, key: Hashable) -> None:
         """`key` is no longer a candidate (evicted, pinned or lost)."""
 
@@ -40,6 +43,9 @@ class LRU:
             if key not in keep:
                 return key
         raise LookupError("every key is to be kept")
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._order
 
     def __len__(self) -> int:
         return len(self._order)

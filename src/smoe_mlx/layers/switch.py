@@ -6,6 +6,7 @@ operation, with slot numbers in place of expert numbers.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -86,10 +87,12 @@ class _StreamingSwitch(nn.Module):
         arrays = self._cache.resident(self._layer)
         if arrays is not None:
             return self._in_one(arrays, x, indices)
+        if indices.size < SORT_FROM and not self._true_indices:
+            return self._few(x, indices)
         true, self._true_indices = self._true_indices or [indices], []
         ids = np.array(true[0])  # the one host read of a layer
         with self._cache.lock:
-            self._cache.release_evaluated()
+            self._cache.look_after()
             if true[0] is not indices:
                 ids = self._without_zero_experts(ids)
             waves = self._cache.waves(self._layer, ids)
@@ -105,6 +108,27 @@ class _StreamingSwitch(nn.Module):
                 mx.eval(y)  # large: holding it would cost memory, and a sync is nothing here
             else:
                 self._cache.hold(y)
+            return y
+
+    def _few(self, x: mx.array, indices: mx.array) -> mx.array:
+        """A few rows: what decoding does."""
+        cache, layer, shape = self._cache, self._layer, indices.shape
+        ids: Any = indices.tolist()  # the one host read of a layer
+        for _ in shape[1:]:
+            ids = [e for row in ids for e in row]
+        with cache.lock:
+            cache.look_after()
+            stats = cache.stats.layers[layer]
+            stats.calls += 1
+            slots = cache.claim_few(layer, ids)
+            if slots is None:
+                array = np.array(ids).reshape(shape)
+                waves = cache.waves(layer, array)
+                stats.waves += len(waves)
+                return self._in_waves(x, array, waves)
+            stats.waves += 1
+            y = self._in_one(cache.arrays(layer), x, mx.array(slots, mx.uint32).reshape(shape))
+            cache.hold(y)
             return y
 
     def _without_zero_experts(self, ids: np.ndarray) -> np.ndarray:

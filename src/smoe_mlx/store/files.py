@@ -1,11 +1,12 @@
 """An open file that notices when it is no longer the one that was opened."""
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from ..errors import CheckpointChangedError
+from ..errors import CheckpointChangedError, CheckpointError
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,8 @@ class Fingerprint:
     mtime_ns: int
 
     @classmethod
-    def of(cls, stat: os.stat_result) -> "Fingerprint":
-        return cls(stat.st_size, stat.st_mtime_ns)
+    def of(cls, now: os.stat_result) -> "Fingerprint":
+        return cls(now.st_size, now.st_mtime_ns)
 
 
 class OpenFile:
@@ -25,6 +26,9 @@ class OpenFile:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
+        self._fd = -1
+        if not stat.S_ISREG(os.stat(self.path).st_mode):  # opening a pipe would wait for ever
+            raise CheckpointError(f"{self.path} is not a file.")
         self._fd = os.open(self.path, os.O_RDONLY)
         self.fingerprint = Fingerprint.of(os.fstat(self._fd))
 
@@ -34,12 +38,14 @@ class OpenFile:
 
     def check_unchanged(self) -> None:
         """Raise `CheckpointChangedError` if the file is not the one that was opened."""
-        stat = os.fstat(self._fd)
-        if stat.st_nlink == 0:
+        if self._fd < 0:
+            raise CheckpointChangedError(f"{self.path} was closed. Load the model again.")
+        now = os.fstat(self._fd)
+        if now.st_nlink == 0:
             raise CheckpointChangedError(
                 f"{self.path} was removed or replaced after it was loaded. Load the model again."
             )
-        if Fingerprint.of(stat) != self.fingerprint:
+        if Fingerprint.of(now) != self.fingerprint:
             raise CheckpointChangedError(
                 f"{self.path} was changed after it was loaded. Load the model again."
             )
@@ -63,13 +69,14 @@ class OpenFile:
 
 def no_duplicate_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """`object_pairs_hook` for JSON from strangers: a name that comes twice is a ValueError."""
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        names = [k for k, _ in pairs]
-        raise ValueError(f"{next(k for k in names if names.count(k) > 1)!r} is named twice")
+    out: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in out:
+            raise ValueError(f"{name!r:.80} is named twice")
+        out[name] = value
     return out
 
 
 def is_size(value: Any) -> TypeGuard[int]:
-    """Whether a JSON value is a whole number from 0 on."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    """Whether a JSON value is a whole number from 0 on that a file could be as long as."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63

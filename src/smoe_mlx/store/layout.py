@@ -64,22 +64,23 @@ def layout_from_checkpoint(
     checkpoint: Checkpoint,
     path: str,
     num_experts: int,
-    sources: dict[tuple[str, str], Sequence[str]],
+    sources: dict[tuple[str, str], str | Sequence[str]],
 ) -> ExpertLayout:
     """The layout of one layer, from the names of the tensors that hold its experts.
 
     Args:
-        sources: (projection, kind) -> one name of a stacked tensor [E, ...], or E names of one
-            tensor an expert.
+        sources: (projection, kind) -> the name of a stacked tensor [E, ...], or the names of E
+            tensors, one an expert.
 
     Raises:
         CheckpointError: tensors are missing, of different shapes, or held by two files.
     """
     specs, file_ids, offsets = [], [], []
-    for (projection, kind), names in sources.items():
+    for (projection, kind), source in sources.items():
+        names = [source] if isinstance(source, str) else source
         found = [_find(checkpoint, path, name) for name in names]
         first = found[0][1]
-        if len(names) == 1:  # stacked
+        if isinstance(source, str):
             if not first.shape or first.shape[0] != num_experts:
                 raise CheckpointError(
                     f"{_file(checkpoint, names[0])}: tensor {names[0]!r} has shape {first.shape}, "

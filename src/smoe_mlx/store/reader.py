@@ -1,8 +1,9 @@
 """Parallel positional reads of file bytes straight into the caller's memory.
 
 Knows descriptors, offsets and buffers; knows neither experts nor MLX. Worker threads only ever
-touch bytes. The thread that asks for a read takes part in it, so that a few small reads from the
-page cache cost no hand-over, while many or slow ones run side by side.
+touch bytes. The thread that asks for reads takes part in them, and does them alone as long as they
+are quick: a small read from the page cache takes a few microseconds, waking a thread for it many.
+Slow ones, from the disk or large, run side by side.
 """
 
 import contextlib
@@ -10,34 +11,33 @@ import ctypes
 import errno
 import fcntl
 import mmap
+import operator
 import os
 import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import ExpertReadError
+from ..errors import CheckpointChangedError, ExpertReadError
 from .files import OpenFile
 
 IO_MODES = ("pread", "direct", "mmap")
 PAGE = 4096
 IOV_MAX = 512  # Linux and macOS allow 1024; one read never needs as many
 MERGE_GAP_NBYTES = 4096  # ranges closer than this are read as one, the gap into waste memory
+SLOW_SECONDS = 50e-6  # reads that take longer are worth waking threads for
+TRY_ALONE_EVERY = 16  # calls, while reads are slow
 MERGE_MAX_NBYTES = 16 << 20  # one record of a vault, but no more than can run beside others
 
 
-class ReadRequest(NamedTuple):
-    """Read `len(buffer)` bytes at `offset` of file number `file` into `buffer`."""
-
-    file: int
-    offset: int
-    buffer: memoryview
-    label: str
+# (file, offset, buffer, label): read `len(buffer)` bytes at `offset` of file number `file` into
+# `buffer`; `label`, joined by " of ", names them in errors. A plain tuple: a token takes many.
+ReadRequest = tuple[int, int, memoryview, tuple[str, ...]]
 
 
 @dataclass
@@ -53,70 +53,91 @@ class ReaderStats:
 class _Read:
     """One positional read: neighbouring requests of one file, scattered by one `preadv`."""
 
-    __slots__ = ("buffers", "file", "label", "nbytes", "offset")
+    __slots__ = ("buffers", "file", "labels", "nbytes", "offset")
 
-    def __init__(self, request: ReadRequest):
-        self.file, self.offset, self.label = request.file, request.offset, request.label
-        self.buffers = [request.buffer]
-        self.nbytes = len(request.buffer)
+    def __init__(self, file: int, offset: int, buffer: memoryview, label: tuple[str, ...]):
+        self.file, self.offset, self.nbytes = file, offset, len(buffer)
+        self.buffers, self.labels = [buffer], [(offset, label)]
+
+    def label_at(self, offset: int) -> str:
+        """What lies at `offset` of the file."""
+        at = [label for start, label in self.labels if start <= offset]
+        return " of ".join(at[-1] if at else self.labels[0][1])
+
+
+_waste = memoryview(bytearray(MERGE_GAP_NBYTES))  # gaps are read into it, by whoever
 
 
 def merge(requests: Sequence[ReadRequest]) -> list[_Read]:
     """Sort requests by place and join those that (almost) touch."""
     reads: list[_Read] = []
-    last: _Read | None = None
-    for r in sorted(requests, key=lambda r: (r.file, r.offset)):
-        if last is not None and last.file == r.file:
-            gap = r.offset - (last.offset + last.nbytes)
-            if (
-                0 <= gap <= MERGE_GAP_NBYTES
-                and last.nbytes + gap + len(r.buffer) <= MERGE_MAX_NBYTES
-                and len(last.buffers) + 2 <= IOV_MAX
-            ):
+    last_file = end = -1
+    for file, offset, buffer, label in sorted(requests, key=_place):
+        gap, nbytes = offset - end, len(buffer)
+        if file == last_file and 0 <= gap <= MERGE_GAP_NBYTES:
+            last = reads[-1]
+            if last.nbytes + gap + nbytes <= MERGE_MAX_NBYTES and len(last.buffers) + 2 <= IOV_MAX:
                 if gap:
-                    last.buffers.append(memoryview(bytearray(gap)))
-                last.buffers.append(r.buffer)
-                last.nbytes += gap + len(r.buffer)
+                    last.buffers.append(_waste[:gap])
+                last.buffers.append(buffer)
+                last.labels.append((offset, label))
+                last.nbytes += gap + nbytes
+                end = offset + nbytes
                 continue
-        last = _Read(r)
-        reads.append(last)
+        reads.append(_Read(file, offset, buffer, label))
+        last_file, end = file, offset + nbytes
     return reads
 
 
-class _Batch:
-    """The reads of one call, worked off by the caller and by worker threads together."""
+_place = operator.itemgetter(0, 1)
 
-    def __init__(self, reads: list[_Read]):
-        self.todo: queue.SimpleQueue[_Read] = queue.SimpleQueue()
-        for read in reads:
-            self.todo.put(read)
-        self.left = len(reads)
-        self.lock = threading.Lock()
-        self.done = threading.Event()
+
+class _Batch:
+    """Reads that are worked off by the caller and by worker threads together."""
+
+    def __init__(self, reads: Sequence[_Read]):
+        self.todo = deque(reads)
+        self.changed = threading.Condition()
+        self.helpers = 0  # threads that may be reading; counted before they take anything
         self.error: BaseException | None = None
 
     def work(self, files: Sequence["_File"]) -> None:
+        """Read until nothing is left; the first error stops all."""
+        try:
+            while self.todo:
+                try:
+                    read = self.todo.popleft()
+                except IndexError:
+                    return
+                files[read.file].read(read)
+        except BaseException as e:
+            self.stop(e)
+
+    def help(self, files: Sequence["_File"]) -> None:
+        """What a worker thread does."""
+        with self.changed:
+            self.helpers += 1
+        self.work(files)
+        with self.changed:
+            self.helpers -= 1
+            self.changed.notify_all()
+
+    def stop(self, error: BaseException) -> None:
+        """Let no further read start; those under way end by themselves."""
+        self.error = self.error or error
+        self.todo.clear()
+
+    def wait(self) -> None:
+        """Let nothing start any more, and return when no helper is reading, come what may."""
         while True:
             try:
-                read = self.todo.get_nowait()
-            except queue.Empty:
+                self.todo.clear()
+                with self.changed:
+                    while self.helpers:
+                        self.changed.wait()
                 return
-            error = None
-            if self.error is None:  # after a failure the rest is only counted off
-                try:
-                    files[read.file].read(read)
-                except BaseException as e:
-                    error = e
-            with self.lock:
-                self.error = self.error or error
-                self.left -= 1
-                if self.left == 0:
-                    self.done.set()
-
-    def cancel(self, error: BaseException) -> None:
-        """Let no further read start; those under way end by themselves."""
-        with self.lock:
-            self.error = self.error or error
+            except KeyboardInterrupt as e:
+                self.stop(e)
 
 
 def _without(buffers: list[memoryview], n: int) -> list[memoryview]:
@@ -155,39 +176,60 @@ class _File:
         self.own_fd = -1
         self.read_into = self._scatter
         if io == "direct" and hasattr(fcntl, "F_NOCACHE"):  # macOS: any alignment will do
-            self.own_fd = self.fd = os.open(self.path, os.O_RDONLY)
+            self.fd = self._open_again(0)
             fcntl.fcntl(self.fd, fcntl.F_NOCACHE, 1)
         elif io == "direct" and hasattr(os, "O_DIRECT"):
             with contextlib.suppress(OSError):  # a file system without direct I/O
-                self.own_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECT)
+                self._open_again(os.O_DIRECT)
                 self.read_into = self._read_direct
         elif io == "mmap" and self.size:
             self.map = mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ)
             self.read_into = self._copy_mapped
 
+    def _open_again(self, flags: int) -> int:
+        """Open the path once more, and make sure that it is still the same file."""
+        self.own_fd = os.open(self.path, os.O_RDONLY | flags)
+        if not os.path.samestat(os.fstat(self.own_fd), os.fstat(self.source.fileno())):
+            self.close()
+            raise CheckpointChangedError(
+                f"{self.path} was replaced after it was loaded. Load the model again."
+            )
+        return self.own_fd
+
     def read(self, read: _Read) -> None:
+        """Fill the read's buffers, or raise ExpertReadError."""
         try:
             self.read_into(read)
         except OSError as e:
             if isinstance(e, ExpertReadError):
                 raise
+            at = getattr(e, "offset", read.offset)
             raise ExpertReadError(
-                e.errno, f"{self.path}: reading {read.label} failed: {os.strerror(e.errno or 0)}"
+                e.errno,
+                f"{self.path}: reading {read.label_at(at)} failed: {os.strerror(e.errno or 0)}",
             ) from e
 
-    def _short(self, read: _Read, missing: int) -> ExpertReadError:
+    def _short(self, read: _Read, end: int) -> ExpertReadError:
         return ExpertReadError(
             errno.EIO,
-            f"{self.path}: the file ended {missing} bytes before the end of {read.label}. "
+            f"{self.path}: the file ends at byte {end}, in {read.label_at(end)}. "
             "It was truncated after it was loaded.",
         )
+
+    def _preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        """os.preadv (which retries after EINTR itself); an error knows its offset."""
+        try:
+            return os.preadv(fd, buffers[:IOV_MAX], offset)
+        except OSError as e:
+            e.offset = offset  # type: ignore[attr-defined]
+            raise
 
     def _scatter(self, read: _Read) -> None:
         buffers, offset, left = read.buffers, read.offset, read.nbytes
         while left:
-            n = os.preadv(self.fd, buffers, offset)  # Python itself retries after EINTR
+            n = self._preadv(self.fd, buffers, offset)
             if n == 0:
-                raise self._short(read, left)
+                raise self._short(read, offset)
             offset, left = offset + n, left - n
             if left:  # a short read: go on behind what came
                 buffers = _without(buffers, n)
@@ -225,10 +267,10 @@ class _File:
         close_loose(-(-end // PAGE) * PAGE)
         position = start
         while position < end:
-            n = os.preadv(self.own_fd, parts[:IOV_MAX], position)
+            n = self._preadv(self.own_fd, parts, position)
             position += n
             if n == 0 or (n % PAGE and position < end):
-                raise self._short(read, end - position)
+                raise self._short(read, position)
             parts = _without(parts, n)
         for buffer, pages in copies:
             buffer[:] = pages
@@ -237,7 +279,7 @@ class _File:
         """Copy from a mapping. Touching pages behind the end of a file would kill the process."""
         size = os.fstat(self.fd).st_size
         if read.offset + read.nbytes > size:
-            raise self._short(read, read.offset + read.nbytes - size)
+            raise self._short(read, size)
         at = read.offset
         for buffer in read.buffers:  # numpy lets other threads run while it copies
             np.frombuffer(buffer, np.uint8)[:] = np.frombuffer(self.map, np.uint8, len(buffer), at)
@@ -251,7 +293,8 @@ class _File:
 
 def _serve(batches: "queue.SimpleQueue[_Batch | None]", files: list[_File]) -> None:
     while (batch := batches.get()) is not None:
-        batch.work(files)
+        batch.help(files)
+        del batch  # its errors hold tracebacks, and these the caller's memory
 
 
 class _Pool:
@@ -259,20 +302,27 @@ class _Pool:
 
     def __init__(self, threads: int):
         self.size = threads
+        self._forget()
+
+    def _forget(self) -> None:
         self.batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self.threads: list[threading.Thread] = []
         self.pid = os.getpid()
 
-    def help_with(self, batch: _Batch, files: list[_File], helpers: int) -> None:
+    def help_with(self, batch: _Batch, files: list[_File]) -> None:
         if self.pid != os.getpid():  # after a fork the threads are gone
-            self.__init__(self.size)  # type: ignore[misc]
-        while len(self.threads) < min(self.size, helpers):
+            self._forget()
+        helpers = min(self.size, len(batch.todo) - 1)
+        while len(self.threads) < helpers:
             t = threading.Thread(
                 target=_serve, args=(self.batches, files), name="smoe-reader", daemon=True
             )
-            t.start()
+            try:
+                t.start()
+            except RuntimeError:  # no more threads to be had: go on with those that are there
+                break
             self.threads.append(t)
-        for _ in range(min(self.size, helpers)):
+        for _ in range(min(helpers, len(self.threads))):
             self.batches.put(batch)
 
     def stop(self, files: list[_File]) -> None:
@@ -301,6 +351,7 @@ class ExpertReader:
             raise ValueError(f"io={io!r}: one of {', '.join(IO_MODES)}")
         self._files = [_File(f, io) for f in files]
         self._pool = _Pool(threads)
+        self._slow, self._calls = True, 0  # how the last reads went
         refused = io == "direct" and any(f.own_fd < 0 for f in self._files)
         self.io = "pread" if refused else io
         self.stats = ReaderStats()
@@ -319,27 +370,59 @@ class ExpertReader:
             raise ExpertReadError(errno.EBADF, "this model was closed; load it again")
         start = time.perf_counter()
         reads = merge(requests)
-        batch = _Batch(reads)
         try:
-            if len(reads) > 1:
-                self._pool.help_with(batch, self._files, len(reads) - 1)
-            batch.work(self._files)
-            batch.done.wait()
-        except BaseException as e:  # KeyboardInterrupt, or a thread could not be started
-            batch.cancel(e)
-            batch.work(self._files)
-            while not batch.done.is_set():
-                try:
-                    batch.done.wait()
-                except KeyboardInterrupt:
-                    continue
+            left = self._read_alone(reads)
+            if left:
+                self._read_together(left)
+        except ExpertReadError:
+            self._check_unchanged(reads)  # the better explanation of a short read
             raise
-        self.stats.wait_seconds += time.perf_counter() - start
-        # A changed file is the better explanation of a short read: look at that first.
-        for i in {r.file for r in reads}:
-            self._files[i].source.check_unchanged()
-        if batch.error is not None:
-            raise batch.error
+        finally:
+            self.stats.wait_seconds += time.perf_counter() - start
+        self._check_unchanged(reads)
         self.stats.requests += len(requests)
         self.stats.reads += len(reads)
-        self.stats.bytes += sum(r.nbytes for r in reads)
+        self.stats.bytes += sum([r.nbytes for r in reads])
+
+    def _check_unchanged(self, reads: list[_Read]) -> None:
+        for i in {r.file for r in reads}:
+            self._files[i].source.check_unchanged()
+
+    def _read_alone(self, reads: list[_Read]) -> list[_Read]:
+        """Read on this thread until two reads turn out to be slow; returns what is left to read.
+
+        While they have been slow, that is only tried now and then: waiting for reads one by one is
+        what the threads are there to avoid.
+        """
+        self._calls += 1
+        if not self._pool.size or len(reads) == 1:
+            for read in reads:
+                self._files[read.file].read(read)
+            return []
+        if self._slow and self._calls % TRY_ALONE_EVERY:
+            return reads
+        slow, before = 0, time.perf_counter()
+        for i, read in enumerate(reads, start=1):
+            self._files[read.file].read(read)
+            now = time.perf_counter()
+            slow += now - before > SLOW_SECONDS
+            if slow == 2:
+                self._slow = True
+                return reads[i:]
+            before = now
+        self._slow = False
+        return []
+
+    def _read_together(self, reads: list[_Read]) -> None:
+        """Read on this thread and on those of the pool."""
+        batch = _Batch(reads)
+        try:
+            try:
+                self._pool.help_with(batch, self._files)
+                batch.work(self._files)
+            finally:
+                batch.wait()
+        finally:
+            batch.wait()  # once more, if an interrupt hit the first
+        if batch.error is not None:
+            raise batch.error

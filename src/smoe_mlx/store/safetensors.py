@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from .files import OpenFile, is_size, no_duplicate_names
 
 # The format's own bound on the header (safetensors' MAX_HEADER_SIZE).
 MAX_HEADER_NBYTES = 100_000_000
+MAX_DIMS = 32
 
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
@@ -88,31 +90,31 @@ class SafetensorsMmap(OpenFile):
         end, last = 8 + length, "the header"
         for name, t in sorted(tensors.items(), key=lambda kv: (kv[1].offset, kv[1].nbytes)):
             if t.nbytes and t.offset < end:
-                raise self._bad(f"tensor {name!r} overlaps {last}")
+                raise self._bad(f"tensor {name!r:.200} overlaps {last}")
             if t.nbytes:
                 end, last = t.offset + t.nbytes, f"tensor {name!r}"
         return tensors, metadata
 
     def _tensor(self, name: str, entry: Any, data_start: int) -> TensorInfo:
         if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
-            raise self._bad(f"tensor {name!r} has no dtype, shape or data_offsets")
+            raise self._bad(f"tensor {name!r:.200} has no dtype, shape or data_offsets")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-            raise self._bad(f"tensor {name!r} has the unknown dtype {dtype!r}")
-        if not (isinstance(shape, list) and all(map(is_size, shape))):
-            raise self._bad(f"tensor {name!r} has the impossible shape {shape!r}")
+            raise self._bad(f"tensor {name!r:.200} has the unknown dtype {dtype!r:.80}")
+        if not (isinstance(shape, list) and len(shape) <= MAX_DIMS and all(map(is_size, shape))):
+            raise self._bad(f"tensor {name!r:.200} has the impossible shape {shape!r:.80}")
         if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(is_size, offsets))):
-            raise self._bad(f"tensor {name!r} has impossible data_offsets {offsets!r}")
+            raise self._bad(f"tensor {name!r:.200} has impossible data_offsets {offsets!r:.80}")
         begin, end = offsets
         bits = math.prod(shape) * DTYPE_BITS[dtype]
         if end - begin != bits // 8 or bits % 8:
             raise self._bad(
-                f"tensor {name!r} is {dtype} {tuple(shape)}, which is {bits / 8:g} bytes, "
-                f"but its data_offsets span {end - begin}"
+                f"tensor {name!r:.200} is {dtype} {tuple(shape)!s:.80}, which is "
+                f"{Decimal(bits) / 8} bytes, but its data_offsets span {end - begin}"
             )
         if data_start + end > self.fingerprint.size:
             raise self._bad(
-                f"truncated: tensor {name!r} ends at byte {data_start + end}, "
+                f"truncated: tensor {name!r:.200} ends at byte {data_start + end}, "
                 f"the file has {self.fingerprint.size}"
             )
         return TensorInfo(dtype, tuple(shape), data_start + begin, end - begin)
@@ -121,6 +123,7 @@ class SafetensorsMmap(OpenFile):
         """A read-only view of `nbytes` bytes at `offset` (from the start of the file), by mmap."""
         if not (offset >= 0 and nbytes >= 0 and offset + nbytes <= self.fingerprint.size):
             raise ValueError(f"{self.path}: bytes {offset}..{offset + nbytes} are outside the file")
+        self.check_unchanged()
         if self._map is None:
             self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
         return memoryview(self._map)[offset : offset + nbytes]
@@ -177,7 +180,7 @@ class Checkpoint:
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
             shards = sorted(set(weight_map.values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise CheckpointError(f"{index}: not a shard index ({e!r}).") from None
         here = {p.name for p in paths}
         if missing := [s for s in shards if s not in here]:
