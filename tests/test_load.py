@@ -330,7 +330,7 @@ def test_a_raw_fused_layout(arch, tmp_path):
     folder.mkdir()
     mx.save_safetensors(str(folder / "model.safetensors"), raw)
     (folder / "config.json").write_text(json.dumps(config))
-    refused(folder, smoe_mlx.UnsupportedModelError, folder, "mlx_lm.convert")
+    refused(folder, smoe_mlx.UnsupportedModelError, folder, "smoe-mlx shatter")
 
 
 def _experts(stem_from, stem_to, gate_up, down):

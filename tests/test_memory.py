@@ -78,3 +78,21 @@ def test_the_plan_is_no_empty_promise():
     got = run(DEMO, plan.total, 1024)
     assert got["peak"] > got["plan"] - plan.slots_nbytes
     assert got["peak"] > 0.6 * got["plan"]
+
+
+def test_a_235b_skeleton_fits_into_little(tmp_path):
+    """The shape of Qwen3-235B-A22B in sparse files: 125 GB of experts that nothing may touch."""
+    benchmarks = Path(__file__).parents[1] / "benchmarks"
+    script = [sys.executable, str(benchmarks / "make_checkpoint.py")]
+    folder = tmp_path / "big"
+    subprocess.run([*script, "--preset", "qwen3-235b-sparse", "--out", str(folder)], check=True)
+    code = (benchmarks / "load.py").read_text().split('"""')[3]  # what each of its runs does
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(folder), "8", "1"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    got = json.loads(out.stdout)
+    assert got["experts"] == 94 * 128
+    assert got["bytes"] > 100e9
+    assert got["rss"] < 200e6
+    assert got["mlx"] < 1e6

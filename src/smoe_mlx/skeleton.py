@@ -38,7 +38,7 @@ from .store.vault import Vault
 
 PROJECTIONS = {SwitchGLU: ("gate_proj", "up_proj", "down_proj"), SwitchMLP: ("fc1", "fc2")}
 KINDS = ("weight", "scales", "biases", "bias", "global_scale")
-CONVERT = "Convert it first: mlx_lm.convert --hf-path MODEL --mlx-path NEW -q, then load NEW."
+CONVERT = "Make a vault of it first: smoe-mlx shatter MODEL NEW --bits 4, then load NEW."
 
 
 @dataclass
