@@ -293,9 +293,10 @@ def make_plan(
                 f"for a context of {context} tokens."
             )
         if slots < total and len(steps) > 1:
-            # A wide prefill reads less in all: leave it a quarter of what is not backbone.
+            # A wide prefill reads less in all: leave it up to a quarter of what is not backbone.
             free = room - shape.backbone_nbytes - kv - OVERHEAD_NBYTES
-            slots = max(fewest, most_slots(free - max(free / 4, activations(steps[-1]))))
+            wide = max(min(free / 4, activations(steps[0])), activations(steps[-1]))
+            slots = max(fewest, most_slots(free - wide))
         rest = room - slots_nbytes(slots)
         step = next((s for s in steps if fixed(s) <= rest), steps[-1])
     banks = plan_banks(layouts, slots, max_buffer_nbytes)
