@@ -296,7 +296,8 @@ def make_plan(
             # A wide prefill reads less in all: leave it up to a quarter of what is not backbone.
             free = room - shape.backbone_nbytes - kv - OVERHEAD_NBYTES
             wide = max(min(free / 4, activations(steps[0])), activations(steps[-1]))
-            slots = max(fewest, most_slots(free - wide))
+            enough = reads if slots >= reads else fewest  # fewer get hardly any hits
+            slots = max(enough, most_slots(free - wide))
         rest = room - slots_nbytes(slots)
         step = next((s for s in steps if fixed(s) <= rest), steps[-1])
     banks = plan_banks(layouts, slots, max_buffer_nbytes)
