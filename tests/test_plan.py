@@ -233,16 +233,6 @@ def test_one_slot_more_takes_no_slot_from_any_bank(layouts, slots):
 
 @settings(max_examples=100, deadline=None)
 @given(models, st.lists(st.integers(0, 400_000), min_size=2, max_size=6))
-def test_one_token_s_experts_come_before_a_wide_prefill():
-    layouts = [make_layout(50, (100_000,))]
-    shape = make_shape(layouts)
-    useful = plan_of(layouts, shape, slots=1.0).useful
-    assert (
-        plan_of(layouts, shape, memory=useful).slots
-        >= plan_of(layouts, shape, slots=1.0).expert_reads
-    )
-
-
 def test_more_memory_never_gives_fewer_slots_at_one_prefill_step(layouts, extras):
     least = plan_of(layouts, slots=1.0, prefill_step=64).minimum
     slots = [
