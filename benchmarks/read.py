@@ -4,7 +4,7 @@
 
 CHECKPOINT is an MLX checkpoint, VAULT what `smoe-mlx shatter` made of it. Three parts, in one run:
 
-1. the disk: large sequential direct reads of the vault, four at a time;
+1. the disk: large sequential direct reads of the vault, eight at a time;
 2. random single records of the vault, eight in flight, by pread, direct and mmap, cold (page cache
    dropped) and warm; and of the checkpoint, whose experts lie in pieces;
 3. what one missed expert costs: reads, bytes and milliseconds, from either file.
@@ -30,10 +30,11 @@ from smoe_mlx.store.reader import ExpertReader, ReadRequest
 
 BLOCK = 8 << 20
 IN_FLIGHT = 8
+BATCH = 64  # experts that are asked for at once
 
 
 def sequential(path: Path, seconds: float) -> float:
-    """Bytes a second of large sequential reads past the page cache, four at a time."""
+    """Bytes a second of large sequential reads past the page cache, IN_FLIGHT at a time."""
     from smoe_mlx.store.files import OpenFile
     from smoe_mlx.store.reader import _File, _pages, _Read
 
@@ -44,11 +45,11 @@ def sequential(path: Path, seconds: float) -> float:
         file.read(_Read(0, i * BLOCK, _pages(BLOCK)[:BLOCK], ("block",)))
         return BLOCK
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(IN_FLIGHT) as pool:
         at = 0
         while time.perf_counter() - start < seconds:
-            done += sum(pool.map(one, [(at + i) % count for i in range(16)]))
-            at += 16
+            done += sum(pool.map(one, [(at + i) % count for i in range(32)]))
+            at += 32
     return done / (time.perf_counter() - start)
 
 
@@ -60,18 +61,19 @@ class Source:
         skeleton = build_skeleton(folder, self.checkpoint, vault=self.vault)
         self.layouts = skeleton.layouts
         self.files = [self.vault] if self.vault else self.checkpoint.files
-        self.banks: dict[bool, SlotBank] = {}
+        kind = self.layouts[0].tensors
+        self.experts = [
+            (x, e) for x in self.layouts if x.tensors == kind for e in range(x.num_experts)
+        ]
+        self.bank = SlotBank(kind, min(BATCH, len(self.experts) // 4))
 
-    def requests(self, rng: np.random.Generator, n: int, aligned: bool) -> list[ReadRequest]:
-        """`n` random experts of random layers (of the first kind), each into a slot of its own."""
-        layouts = [x for x in self.layouts if x.tensors == self.layouts[0].tensors]
-        if aligned not in self.banks:
-            self.banks[aligned] = SlotBank(layouts[0].tensors, n, aligned=aligned)
+    def requests(self, rng: np.random.Generator) -> list[ReadRequest]:
+        """Random experts of random layers, no two alike, one for each slot of the bank."""
         out = []
-        for slot in range(n):
-            layout = layouts[rng.integers(len(layouts))]
-            e = int(rng.integers(layout.num_experts))
-            rows = self.banks[aligned].rows(slot)
+        chosen = rng.choice(len(self.experts), self.bank.slots, replace=False)
+        for slot, i in enumerate(chosen.tolist()):
+            layout, e = self.experts[i]
+            rows = self.bank.rows(slot)
             for row, file, offset in zip(
                 rows, layout.file_ids[:, e].tolist(), layout.offsets[:, e].tolist(), strict=True
             ):
@@ -90,17 +92,17 @@ def random_reads(source: Source, io: str, cold: bool, seconds: float, seed: int)
     reader = ExpertReader(source.files, threads=IN_FLIGHT - 1, io=io)
     experts, spent = 0, 0.0
     if not cold:
-        fixed = source.requests(np.random.default_rng(0), 64, io == "direct")
+        fixed = source.requests(np.random.default_rng(0))
         reader.read(fixed)
     reader.stats.bytes = reader.stats.reads = 0
     while spent < seconds:
-        requests = source.requests(rng, 64, io == "direct") if cold else fixed
+        requests = source.requests(rng) if cold else fixed
         if cold:
             source.drop_cache()
         start = time.perf_counter()
         reader.read(requests)
         spent += time.perf_counter() - start
-        experts += 64
+        experts += source.bank.slots
     used = source.layouts[0].expert_nbytes * experts
     out = {
         "GB/s": used / spent / 1e9,

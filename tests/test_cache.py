@@ -149,7 +149,7 @@ def test_what_is_written_into_a_bank_s_rows_is_what_mlx_sees():
 
 def test_aligned_banks_begin_at_pages_and_hold_the_same():
     specs = [TensorSpec("up", k, "F16", (3, 5), 30) for k in ("weight", "scales")]
-    bank = SlotBank(specs, 3, aligned=True)
+    bank = SlotBank(specs, 3)
     data = [np.arange(15, dtype=np.float16) + i for i in range(2)]
     for row, a in zip(bank.rows(1), data, strict=True):
         row[:] = a.tobytes()

@@ -204,7 +204,7 @@ class SharedExpertCache:
     def _memory(self, bank: _Bank) -> SlotBank:
         if bank.memory is None:
             tensors = next(iter(bank.layouts.values())).tensors
-            bank.memory = SlotBank(tensors, bank.slots, aligned=self.reader.io == "direct")
+            bank.memory = SlotBank(tensors, bank.slots)
         return bank.memory
 
     # ---- claims ------------------------------------------------------------------------------
