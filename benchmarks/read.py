@@ -9,7 +9,8 @@ CHECKPOINT is an MLX checkpoint, VAULT what `smoe-mlx shatter` made of it. Three
    dropped) and warm; and of the checkpoint, whose experts lie in pieces;
 3. what one missed expert costs: reads, bytes and milliseconds, from either file.
 
-Rounds are interleaved, figures are medians. Dropping the page cache of a file needs
+Each cold measurement is compared with part 1 done right before it; rounds are interleaved and
+figures are medians. Dropping the page cache of a file needs
 `posix_fadvise` (Linux); elsewhere only direct reads are cold.
 """
 
@@ -133,10 +134,12 @@ def main() -> None:
     disk: list[float] = []
     results: dict[tuple, list[dict]] = {arm: [] for arm in arms}
     for r in range(args.rounds):
-        disk.append(sequential(sources["vault"].files[0].path, args.seconds))
         for arm in arms:
             name, io, cold = arm
+            if cold:  # right before each arm: shared disks change from second to second
+                disk.append(sequential(sources["vault"].files[0].path, args.seconds / 2))
             results[arm].append(random_reads(sources[name], io, cold, args.seconds, r))
+            results[arm][-1]["of disk"] = results[arm][-1]["read GB/s"] * 1e9 / disk[-1]
     best = statistics.median(disk)
     size = sources["vault"].layouts[0].expert_nbytes
     print(
@@ -147,7 +150,6 @@ def main() -> None:
     for (name, io, cold), runs in results.items():
         median = {k: statistics.median(x[k] for x in runs) for k in runs[0]}
         row = {"file": name, "io": io, "cold": cold, **median}
-        row["of disk"] = median["read GB/s"] * 1e9 / best if cold else None
         rows.append(row)
         share = f"{row['of disk']:6.2f}" if cold else "     -"
         print(
