@@ -66,7 +66,11 @@ class _StreamingSwitch(nn.Module):
         self._cache = cache
         self._layer = layer
         self._num_experts = cache.layouts[layer].num_experts
-        self._true_indices: list[mx.array] = []
+        self._set_true_indices(None)
+
+    def _set_true_indices(self, indices: mx.array | None) -> None:
+        # Past nn.Module, which would keep an array among its parameters, slow to look up.
+        object.__setattr__(self, "_true_indices", indices)
 
     def _experts(self, arrays: Arrays, x: mx.array, idx: mx.array, in_order: bool) -> mx.array:
         raise NotImplementedError
@@ -76,7 +80,7 @@ class _StreamingSwitch(nn.Module):
 
         For blocks that rewrite such numbers to expert 0 with weight 0, so that it is not read.
         """
-        self._true_indices = [indices]
+        self._set_true_indices(indices)
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         """x [..., D], indices [..., k] (any integer type, in [0, E)) -> [..., k, D].
@@ -87,13 +91,14 @@ class _StreamingSwitch(nn.Module):
         arrays = self._cache.resident(self._layer)
         if arrays is not None:
             return self._in_one(arrays, x, indices)
-        if indices.size < SORT_FROM and not self._true_indices:
+        true: mx.array | None = self._true_indices
+        if indices.size < SORT_FROM and true is None:
             return self._few(x, indices)
-        true, self._true_indices = self._true_indices or [indices], []
-        ids = np.array(true[0])  # the one host read of a layer
+        self._set_true_indices(None)
+        ids = np.array(indices if true is None else true)  # the one host read of a layer
         with self._cache.lock:
             self._cache.look_after()
-            if true[0] is not indices:
+            if true is not None:
                 ids = self._without_zero_experts(ids)
             waves = self._cache.waves(self._layer, ids)
             stats = self._cache.stats.layers[self._layer]
@@ -115,7 +120,7 @@ class _StreamingSwitch(nn.Module):
         cache, layer, shape = self._cache, self._layer, indices.shape
         ids: Any = indices.tolist()  # the one host read of a layer
         for _ in shape[1:]:
-            ids = [e for row in ids for e in row]
+            ids = ids[0] if len(ids) == 1 else [e for row in ids for e in row]
         with cache.lock:
             cache.look_after()
             stats = cache.stats.layers[layer]
@@ -127,7 +132,11 @@ class _StreamingSwitch(nn.Module):
                 stats.waves += len(waves)
                 return self._in_waves(x, array, waves)
             stats.waves += 1
-            y = self._in_one(cache.arrays(layer), x, mx.array(slots, mx.uint32).reshape(shape))
+            nested: Any = slots
+            if len(slots) == shape[-1]:  # one token: no need for an operation that reshapes
+                for _ in shape[1:]:
+                    nested = [nested]
+            y = self._in_one(cache.arrays(layer), x, mx.array(nested, mx.uint32).reshape(shape))
             cache.hold(y)
             return y
 
