@@ -387,6 +387,40 @@ def test_gpt_oss_interleaved_mxfp4(tmp_path):
     streams_like(tmp_path / "v", source)
 
 
+def test_fp8_in_blocks(tmp_path):
+    """DeepSeek's own layout: a tensor an expert, fp8, a scale for every 128 by 128 block."""
+    import mlx_lm.utils
+    from mlx_lm.models.switch_layers import SwitchLinear
+
+    config = dict(CONFIGS["deepseek_v3"])
+    raw = {}
+    for k, v in tree_flatten(random_model(config).parameters()):
+        stem, _, rest = k.partition(".mlp.switch_mlp.")
+        if not rest:
+            raw[k] = v.astype(mx.bfloat16)
+            continue
+        name, kind = rest.split(".")
+        for e in range(v.shape[0]):
+            tensor = f"{stem}.mlp.experts.{e}.{name}.{kind}"
+            blocks = tuple(-(-n // 128) for n in v.shape[1:])
+            raw[tensor] = mx.to_fp8(v[e])
+            raw[tensor + "_scale_inv"] = mx.full(blocks, 0.5 + e / 8)
+    source = tmp_path / "raw"
+    source.mkdir()
+    mx.save_safetensors(str(source / "model.safetensors"), raw)
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(smoe_mlx.UnsupportedModelError, match="shatter"):
+        smoe_mlx.plan(source, slots=0.5)
+    smoe_mlx.shatter(source, tmp_path / "v", bits=4, group_size=32)
+    model, config = mlx_lm.utils.load_model(source)
+    model, _ = mlx_lm.utils.quantize_model(
+        model, config, 32, 4, quant_predicate=lambda path, m: isinstance(m, SwitchLinear)
+    )
+    config = smoe_mlx.StreamingConfig(slots=0.4, debug=True)
+    streamed, _ = load_model(tmp_path / "v", config=config)
+    assert same_bits(model(mx.array([TOKENS])), streamed(mx.array([TOKENS])))
+
+
 @pytest.mark.parametrize(
     "setting",
     [{"bits": b, "group_size": g} for b in (2, 3, 4, 5, 6, 8) for g in (32, 64)]
