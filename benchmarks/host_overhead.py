@@ -43,7 +43,7 @@ TARGET_US = 60
 WAIT, BUILD, CALL = "wait for the routing", "build the operations", "the call itself"
 KINDS = (switch.StreamingSwitchGLU, switch.StreamingSwitchMLP)
 PARTS = (  # methods of the cache, as far as they are there
-    "resident", "release_evaluated", "waves", "claim", "claim_few", "table", "arrays", "hold",
+    "resident", "look_after", "waves", "claim", "claim_few", "table", "arrays", "hold",
 )  # fmt: skip
 
 
