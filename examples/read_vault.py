@@ -24,12 +24,17 @@ def read_expert(path, layer_path, expert):
             raise ValueError("not a vault of format 1")
         header = json.loads(f.read(header_nbytes))
         table = np.frombuffer(f.read(count * ENTRY.itemsize), ENTRY)
-        number = [x["path"] for x in header["layers"]].index(layer_path)
-        (row,) = table[(table["layer"] == number) & (table["expert"] == expert)]
+        numbered = [list(x.get("experts", range(x["num_experts"]))) for x in header["layers"]]
+        found = [i for i, x in enumerate(header["layers"])
+                 if x["path"] == layer_path and expert in numbered[i]]  # fmt: skip
+        if not found:
+            raise ValueError("there is no such expert")
+        layer, place = found[0], numbered[found[0]].index(expert)
+        (row,) = table[(table["layer"] == layer) & (table["expert"] == place)]
         f.seek(int(row["offset"]))
         record = f.read(int(row["length"]))
     out, crc = {}, 0
-    for t in header["geometries"][header["layers"][number]["geometry"]]["tensors"]:
+    for t in header["geometries"][header["layers"][layer]["geometry"]]["tensors"]:
         data = record[t["offset"] : t["offset"] + t["nbytes"]]
         crc = zlib.crc32(data, crc)
         name = f"{t['projection']}.{t['kind']}"

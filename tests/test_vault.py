@@ -173,8 +173,9 @@ def test_a_forged_header_is_refused_or_consistent(small, tmp_path, data):
     document = json.loads(plan.header)
     paths = [
         ("id",), ("layers",), ("geometries",), ("layers", 0), ("layers", 0, "num_experts"),
-        ("layers", 1, "geometry"), ("layers", 1, "path"), ("geometries", 0, "record_nbytes"),
-        ("geometries", 0, "tensors"), ("geometries", 0, "tensors", 0),
+        ("layers", 1, "geometry"), ("layers", 1, "path"), ("layers", 0, "experts"),
+        ("geometries", 0, "record_nbytes"), ("geometries", 0, "tensors"),
+        ("geometries", 0, "tensors", 0),
         *(("geometries", 0, "tensors", 1, k)
           for k in ("dtype", "shape", "offset", "nbytes", "projection", "kind")),
     ]  # fmt: skip
@@ -638,7 +639,25 @@ def test_check_finds_damage_when_the_record_is_first_read(vaulted):
     cache.claim(0, [4, 6])
 
 
-def test_memory_is_bounded_while_shattering(tmp_path):
+SHATTER_AND_MEASURE = """
+import json, sys
+import mlx.core as mx
+import smoe_mlx
+
+def resident_set():
+    for line in open("/proc/self/status"):
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+
+linux = sys.platform == "linux"  # elsewhere MLX's own count must do
+before = resident_set() if linux else 0
+smoe_mlx.shatter(sys.argv[1], sys.argv[2], **json.loads(sys.argv[3]))
+print(mx.get_peak_memory(), resident_set() - before if linux else 0)
+"""
+
+
+@pytest.mark.parametrize("options", [{}, {"bits": 4}, {"recipe": "mixed"}], ids=str)
+def test_memory_is_bounded_while_shattering(options, tmp_path):
     """A layer at a time: the peak is a fraction of the experts."""
     from conftest import save_checkpoint
 
@@ -648,16 +667,16 @@ def test_memory_is_bounded_while_shattering(tmp_path):
     }  # fmt: skip
     source = save_checkpoint(tmp_path / "s", random_model(config), config)
     experts = tiny_nbytes(source)
-    code = (
-        "import sys, mlx.core as mx, smoe_mlx\n"
-        "smoe_mlx.shatter(sys.argv[1], sys.argv[2])\n"
-        "print(mx.get_peak_memory())"
-    )
+    if "recipe" in options:
+        (tmp_path / "r.json").write_text('{"*.experts.?.*": {"bits": 8}}')
+        options = {"recipe": str(tmp_path / "r.json")}
     out = subprocess.run(
-        [sys.executable, "-c", code, str(source), str(tmp_path / "v")],
+        [sys.executable, "-c", SHATTER_AND_MEASURE, source, tmp_path / "v", json.dumps(options)],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert int(out.stdout) < experts / 5
+    peak, rss = map(int, out.stdout.split())
+    assert peak < experts / 10
+    assert rss < experts / 10 + (32 << 20)  # threads, and what malloc keeps
 
 
 # ---- commands ------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     shatter_.add_argument("dst", help="the new folder")
     _add_quantisation(shatter_, "", "the experts (default: keep their bytes)")
     shatter_.add_argument(
-        "--recipe", help="SMOE-Q4, SMOE-Q2, or a JSON file of settings by layer and projection"
+        "--recipe", help="SMOE-Q4, SMOE-Q2, or a JSON file of settings by layer, projection, expert"
     )
     _add_quantisation(shatter_, "backbone-", "everything else (default: keep it)")
     shatter_.add_argument("--revision", help="branch, tag or commit of a Hub repository")

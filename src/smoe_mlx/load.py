@@ -15,6 +15,7 @@ from .cache.experts import SharedExpertCache
 from .config import StreamingConfig
 from .errors import CheckpointError, UnsupportedModelError, VaultError
 from .hub import find_model
+from .layers.mixed import MixedSwitch
 from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
 from .layers.zero_experts import tell_true_routing
 from .plan import MemoryPlan, available_memory, make_plan
@@ -197,16 +198,24 @@ def _install(
         check=config.check,
         debug=config.debug,
     )
-    for layer, switch in enumerate(skeleton.switches):
+    layer = 0
+    for switch in skeleton.switches:
         kind = StreamingSwitchGLU if switch.is_glu else StreamingSwitchMLP
-        module = kind(
-            cache, layer, **switch.projections, activation=switch.module.get("activation")
-        )
+        activation = switch.module.get("activation")
+        parts = []
+        for part in switch.parts:
+            parts.append(kind(cache, layer, **part.projections, activation=activation))
+            layer += 1
+        module: nn.Module = parts[0]
+        if len(parts) > 1:
+            experts = [p.layout.experts or () for p in switch.parts]
+            module = MixedSwitch(list(zip(experts, parts, strict=True)))
         for name, child in other_children(switch).items():
             module[name] = child
         module.eval()
         replace_module(skeleton.model, switch.path, module)
-        tell_true_routing(_parent(skeleton.model, switch.path), module)
+        if isinstance(module, (StreamingSwitchGLU, StreamingSwitchMLP)):
+            tell_true_routing(_parent(skeleton.model, switch.path), module)
     return Streaming(cache, plan)
 
 

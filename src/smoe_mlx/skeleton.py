@@ -42,6 +42,15 @@ CONVERT = "Make a vault of it first: smoe-mlx shatter MODEL NEW --bits 4, then l
 
 
 @dataclass
+class Part:
+    """The experts of a switch that are stored alike: all of them, but for vaults made by a recipe
+    that tells experts apart."""
+
+    layout: ExpertLayout
+    projections: dict[str, Projection]
+
+
+@dataclass
 class Switch:
     """One routed-expert module of the model, without its weights."""
 
@@ -50,8 +59,8 @@ class Switch:
     linears: dict[str, SwitchLinear]  # unquantised and never evaluated: for their shapes
     arrays: dict[tuple[str, str], mx.array] = field(default_factory=dict)
     names: dict[tuple[str, str], str | list[str]] = field(default_factory=dict)
-    layout: ExpertLayout | None = None
-    projections: dict[str, Projection] = field(default_factory=dict)
+    parts: list[Part] = field(default_factory=list)
+    projections: dict[str, Projection] = field(default_factory=dict)  # of a checkpoint's `arrays`
 
     @property
     def tensor_order(self) -> list[tuple[str, str]]:
@@ -78,7 +87,8 @@ class Skeleton:
 
     @property
     def layouts(self) -> list[ExpertLayout]:
-        return [s.layout for s in self.switches if s.layout is not None]
+        """Of all parts of all switches, in their order."""
+        return [p.layout for s in self.switches for p in s.parts]
 
 
 # ---- building ------------------------------------------------------------------------------------
@@ -123,9 +133,14 @@ def build_skeleton(
     if not switches:
         raise UnsupportedModelError(_why_not_streamed(folder, config))
     for switch in switches:
-        _resolve_projections(switch, config, folder)
+        if vault is not None:
+            switch.parts = _vault_parts(switch, vault, config, folder)
+        else:
+            arrays, count = switch.arrays, switch.num_experts
+            switch.projections = _projections(switch, arrays, count, config, folder)
+            if not keep_arrays:
+                switch.parts = [Part(_layout(switch, checkpoint), switch.projections)]
         if not keep_arrays:
-            _resolve_layout(switch, checkpoint, vault)
             switch.arrays.clear()  # the lazy arrays keep the files open
     return Skeleton(model, config, switches, _model_file(folder))
 
@@ -265,8 +280,11 @@ def _placeholders(vault: Vault) -> dict[str, mx.array]:
     """Lazy arrays of the shapes that a vault's experts would have in a checkpoint."""
     for t in (t for x in vault.layouts for t in x.tensors if t.dtype not in MX_DTYPES):
         raise VaultError(f"{vault.path}: {t.name} is {t.dtype}, which cannot be streamed.")
+    experts: dict[str, int] = {}
+    for x in vault.layouts:
+        experts[x.path] = experts.get(x.path, 0) + x.num_experts
     return {
-        f"{x.path}.{t.name}": mx.zeros((x.num_experts, *t.shape), MX_DTYPES[t.dtype])
+        f"{x.path}.{t.name}": mx.zeros((experts[x.path], *t.shape), MX_DTYPES[t.dtype])
         for x in vault.layouts
         for t in x.tensors
     }
@@ -295,24 +313,30 @@ def _why_not_streamed(folder: Path, config: dict[str, Any]) -> str:
 # ---- checking the experts ------------------------------------------------------------------------
 
 
-def _resolve_projections(switch: Switch, config: dict[str, Any], folder: Path) -> None:
-    """Find how a switch's experts are quantised, and check that the shapes fit."""
-    for name, linear in switch.linears.items():
-        switch.projections[name] = _projection(switch, name, linear, config, folder)
+def _projections(
+    switch: Switch,
+    arrays: dict[tuple[str, str], mx.array],
+    experts: int,
+    config: dict[str, Any],
+    folder: Path,
+) -> dict[str, Projection]:
+    """How experts are quantised, from the shapes of `arrays` [experts, ...], checked."""
+    return {
+        name: _projection(f"{switch.path}.{name}", name, linear, experts,
+                          {k: a for (p, k), a in arrays.items() if p == name}, config, folder)
+        for name, linear in switch.linears.items()
+    }  # fmt: skip
 
 
-def _resolve_layout(switch: Switch, checkpoint: Checkpoint, vault: Vault | None) -> None:
-    """Find where a switch's experts lie."""
-    if vault is not None:
-        switch.layout = _vault_layout(switch, vault)
-        return
-    switch.layout = layout_from_checkpoint(
+def _layout(switch: Switch, checkpoint: Checkpoint) -> ExpertLayout:
+    """Where a switch's experts lie in a checkpoint."""
+    layout = layout_from_checkpoint(
         checkpoint,
         switch.path,
         switch.num_experts,
         {key: switch.names[key] for key in switch.tensor_order},
     )
-    for t in switch.layout.tensors:
+    for t in layout.tensors:
         array = switch.arrays[t.projection, t.kind]
         names = switch.names[t.projection, t.kind]
         name = names if isinstance(names, str) else names[0]
@@ -323,24 +347,37 @@ def _resolve_layout(switch: Switch, checkpoint: Checkpoint, vault: Vault | None)
             )
         if (MX_DTYPES[t.dtype], (switch.num_experts, *t.shape)) != (array.dtype, array.shape):
             raise CheckpointError(f"{where} is not what mlx-lm would load ({array.dtype})")
-
-
-def _vault_layout(switch: Switch, vault: Vault) -> ExpertLayout:
-    layout = next((x for x in vault.layouts if x.path == switch.path), None)
-    if layout is None:
-        raise VaultError(f"{vault.path}: the experts of {switch.path} are not in this vault.")
-    here = {(t.projection, t.kind): f"{switch.path}.{t.name}" for t in layout.tensors}
-    if here != switch.names or layout.num_experts != switch.num_experts:
-        raise VaultError(f"{vault.path}: {switch.path} is not what this model needs.")
     return layout
 
 
+def _vault_parts(switch: Switch, vault: Vault, config: dict[str, Any], folder: Path) -> list[Part]:
+    """A switch's experts in a vault."""
+    layouts = [x for x in vault.layouts if x.path == switch.path]
+    if not layouts:
+        raise VaultError(f"{vault.path}: the experts of {switch.path} are not in this vault.")
+    here = {(t.projection, t.kind): f"{x.path}.{t.name}" for x in layouts for t in x.tensors}
+    if here != switch.names or sum(x.num_experts for x in layouts) != switch.num_experts:
+        raise VaultError(f"{vault.path}: {switch.path} is not what this model needs.")
+    parts = []
+    for x in layouts:
+        n = x.num_experts
+        arrays = {
+            (t.projection, t.kind): mx.zeros((n, *t.shape), MX_DTYPES[t.dtype]) for t in x.tensors
+        }
+        parts.append(Part(x, _projections(switch, arrays, n, config, folder)))
+    return parts
+
+
 def _projection(
-    switch: Switch, name: str, linear: SwitchLinear, config: dict[str, Any], folder: Path
+    path: str,
+    name: str,
+    linear: SwitchLinear,
+    experts: int,
+    arrays: dict[str, mx.array],
+    config: dict[str, Any],
+    folder: Path,
 ) -> Projection:
     """How mlx-lm would quantise this projection (`mlx_lm.utils.load_model`), checked by shape."""
-    path = f"{switch.path}.{name}"
-    arrays = {k: a for (p, k), a in switch.arrays.items() if p == name}
     if "weight" not in arrays:
         raise CheckpointError(f"{folder}: tensor '{path}.weight' is missing.")
 
@@ -351,7 +388,7 @@ def _projection(
                 f"the model needs {shape}."
             )
 
-    E, O, I = linear.num_experts, linear.output_dims, linear.input_dims  # noqa: E741
+    E, O, I = experts, linear.output_dims, linear.input_dims  # noqa: E741
     if arrays["weight"].shape[0] != E:
         raise CheckpointError(
             f"{folder}: '{path}.weight' holds {arrays['weight'].shape[0]} experts, "

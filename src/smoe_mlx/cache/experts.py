@@ -305,7 +305,7 @@ class SharedExpertCache:
         layout, memory, names = self.layouts[layer], self._memory(bank), self._names[layer]
         requests: list[ReadRequest] = []
         for e, slot in slots.items():
-            labels = [(name, f"expert {e}", layout.path) for name in names]
+            labels = [(name, layout.name(e), layout.path) for name in names]
             files, offsets = layout.file_ids[:, e].tolist(), layout.offsets[:, e].tolist()
             requests += zip(files, offsets, memory.rows(slot), labels, strict=True)
         self.reader.read(requests)
@@ -323,7 +323,7 @@ class SharedExpertCache:
             crc = zlib.crc32(row, crc)
         if crc != layout.checksums[expert]:
             raise VaultError(
-                f"the record of expert {expert} of {layout.path} is damaged. "
+                f"the record of {layout.name(expert)} of {layout.path} is damaged. "
                 "Make the vault again (smoe-mlx shatter)."
             )
         self._checked.add((layer, expert))

@@ -1,8 +1,9 @@
-"""How experts are to be quantised: one setting for all, or a recipe by layer and projection."""
+"""How experts are to be quantised: one setting, or a recipe by layer, expert and projection."""
 
 import fnmatch
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,12 +74,14 @@ def quantisation(
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to do with each projection of each layer.
+    """What to do with each projection of each expert of each layer.
 
     A JSON recipe is an object of patterns, matched in their order against
-    "<path of the switch module>.<projection>", e.g. "model.layers.3.mlp.switch_mlp.down_proj":
+    "<path of the switch module>.<projection>", e.g. "model.layers.3.mlp.switch_mlp.down_proj",
+    and against "<path of the switch module>.experts.<expert>.<projection>":
 
-        {"*.layers.0.*": {"bits": 8}, "*.down_proj": {"bits": 6, "group_size": 32}, "*": "SMOE-Q4"}
+        {"*.layers.0.*": {"bits": 8}, "*.layers.3.*.experts.17.*": {"bits": 6},
+         "*.down_proj": {"bits": 6, "group_size": 32}, "*": "SMOE-Q4"}
 
     The first pattern that fits decides; null keeps the source's bytes, as does no pattern.
     """
@@ -115,8 +118,26 @@ class Recipe:
             rules.append((pattern, setting))
         return cls(tuple(rules))
 
-    def for_projection(self, path: str) -> Quantisation | None:
+    def for_experts(self, path: str, projection: str, experts: int) -> list[Quantisation | None]:
+        """The setting of each of a layer's experts for one projection. path: the switch module."""
+        out: list[Quantisation | None] = [None] * experts
+        left = list(range(experts))
         for pattern, setting in self.rules:
-            if fnmatch.fnmatchcase(path, pattern):
-                return setting
-        return None
+            fits = re.compile(fnmatch.translate(pattern)).match
+            if fits(f"{path}.{projection}"):
+                chosen = left
+            elif _is_plain(pattern) and not pattern.startswith(path + "."):
+                continue  # a rule for one expert of another layer: recipes may have thousands
+            else:
+                chosen = [e for e in left if fits(f"{path}.experts.{e}.{projection}")]
+            for e in chosen:
+                out[e] = setting
+            if chosen:
+                left = [e for e in left if e not in set(chosen)]
+            if not left:
+                break
+        return out
+
+
+def _is_plain(pattern: str) -> bool:
+    return not set("*?[") & set(pattern)

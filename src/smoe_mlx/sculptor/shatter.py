@@ -13,8 +13,10 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ from .recipe import NAMED, Quantisation, Recipe, quantisation
 
 DTYPE_NAMES = {v: k for k, v in MX_DTYPES.items()}
 SHARD_GB = 1
-CHUNK_NBYTES = 256 << 20  # of unquantised weights that are quantised at a time
+CHUNK_NBYTES = 8 << 20  # of unquantised weights that are quantised at a time, in each stream
 WRITERS = 4
 KEPT_FILES = ("*.json", "*.py", "*.txt", "*.jinja", "*.jsonl", "*.model", "*.tiktoken")
 
@@ -75,7 +77,7 @@ def shatter(
         bits, group_size, mode: how to quantise the experts; with none of them, their bytes are
             kept. affine: 2, 3, 4, 5, 6, 8 bits in groups of 32, 64, 128; or mxfp4, mxfp8, nvfp4.
         recipe: instead: "SMOE-Q4" or "SMOE-Q2" (4 and 2 bits, groups of 64), a `Recipe`, or the
-            path of a JSON recipe, by layer and projection.
+            path of a JSON recipe, by layer, expert and projection.
         backbone_bits, backbone_group_size, backbone_mode: the same for everything else.
         progress: called as (bytes written, bytes in all) of the vault.
 
@@ -102,17 +104,17 @@ def shatter(
         skeleton = build_skeleton(
             folder, checkpoint, trust_remote_code=trust_remote_code, keep_arrays=True
         )
-        settings = _settings(skeleton, recipe)
-        _warn_of_twice(skeleton, settings, backbone)
-        plan, vault_id = _plan(skeleton, checkpoint, settings, backbone)
+        parts = [_parts(switch, recipe) for switch in skeleton.switches]
+        _warn_of_twice(skeleton, parts, backbone)
+        plan, vault_id = _plan(skeleton, checkpoint, parts, backbone)
         partial.mkdir(parents=True, exist_ok=True)
         _check_room(partial, plan, skeleton)
-        _write_vault(partial / VAULT_FILE, plan, skeleton, settings, progress)
+        _write_vault(partial / VAULT_FILE, plan, skeleton, parts, progress)
         config = _write_backbone(partial, skeleton, backbone)
         for file in checkpoint.files:
             file.check_unchanged()
         _copy_files(folder, partial)
-        _finish_config(partial, skeleton, settings, config, vault_id)
+        _finish_config(partial, skeleton, parts, config, vault_id)
     finally:
         checkpoint.close()
     for path in partial.iterdir():
@@ -139,29 +141,59 @@ def _recipe(recipe: Recipe | str | os.PathLike[str] | None, setting: Quantisatio
     return Recipe.read(recipe)
 
 
-Settings = dict[tuple[int, str], Quantisation | None]
+@dataclass(frozen=True)
+class Part:
+    """Experts of one layer that get the same settings. Nearly always all of them."""
+
+    experts: tuple[int, ...] | None  # None: all
+    settings: dict[str, Quantisation | None]  # by projection; None keeps the bytes
+
+    def quantisation(self, name: str, source: Projection) -> dict[str, Any] | None:
+        """How a projection will be quantised, for a config."""
+        setting = self.settings[name]
+        if setting is not None:
+            return setting.as_dict()
+        if source.mode is None:
+            return None
+        return {"group_size": source.group_size, "bits": source.bits, "mode": source.mode}
 
 
-def _settings(skeleton: Skeleton, recipe: Recipe) -> Settings:
-    out: Settings = {}
-    for layer, switch in enumerate(skeleton.switches):
-        for name, linear in switch.linears.items():
-            path = f"{switch.path}.{name}"
-            setting = recipe.for_projection(path)
-            if setting is not None and linear.input_dims % setting.group_size:
+def label(path: str, projection: str, experts: Sequence[int] | None) -> str:
+    """What the header of a vault calls one projection of a layer, or of some of its experts."""
+    return f"{path}.{projection}" + ("" if experts is None else f"[{experts[0]}...]")
+
+
+def _parts(switch: Switch, recipe: Recipe) -> list[Part]:
+    """Group a layer's experts by what the recipe says of them."""
+    names, count = list(switch.linears), switch.num_experts
+    by_name = [recipe.for_experts(switch.path, name, count) for name in names]
+    groups: dict[tuple[Quantisation | None, ...], list[int]] = {}
+    for e, settings in enumerate(zip(*by_name, strict=True)):
+        groups.setdefault(settings, []).append(e)
+    for settings in groups:
+        for name, setting in zip(names, settings, strict=True):
+            dims = switch.linears[name].input_dims
+            if setting is not None and dims % setting.group_size:
                 raise UnsupportedModelError(
-                    f"{path} has {linear.input_dims} inputs, which groups of {setting.group_size} "
-                    "do not divide. Choose a smaller group size, or leave it out by a recipe."
+                    f"{switch.path}.{name} has {dims} inputs, which groups of "
+                    f"{setting.group_size} do not divide. Choose a smaller group size, or leave "
+                    "it out by a recipe."
                 )
-            out[layer, name] = setting
-    return out
+    return [
+        Part(None if len(groups) == 1 else tuple(experts), dict(zip(names, settings, strict=True)))
+        for settings, experts in groups.items()
+    ]
 
 
-def _warn_of_twice(skeleton: Skeleton, settings: Settings, backbone: Quantisation | None) -> None:
+def _warn_of_twice(
+    skeleton: Skeleton, parts: list[list[Part]], backbone: Quantisation | None
+) -> None:
     twice = [
-        f"{skeleton.switches[layer].path}.{name}"
-        for (layer, name), setting in settings.items()
-        if setting is not None and skeleton.switches[layer].projections[name].mode is not None
+        label(switch.path, name, part.experts)
+        for switch, of_switch in zip(skeleton.switches, parts, strict=True)
+        for part in of_switch
+        for name, setting in part.settings.items()
+        if setting is not None and switch.projections[name].mode is not None
     ]
     if backbone is not None and skeleton.config.get("quantization"):
         twice.append("the backbone")
@@ -173,11 +205,11 @@ def _warn_of_twice(skeleton: Skeleton, settings: Settings, backbone: Quantisatio
         )
 
 
-def _specs(switch: Switch, layer: int, settings: Settings) -> list[TensorSpec]:
+def _specs(switch: Switch, part: Part) -> list[TensorSpec]:
     """The tensors of one expert as they will be in the vault."""
     specs = []
     for name, linear in switch.linears.items():
-        setting = settings[layer, name]
+        setting = part.settings[name]
         kinds = {k: switch.arrays[p, k] for p, k in switch.tensor_order if p == name}
         if setting is not None:
             dtype = _dtype(kinds, switch.projections[name])
@@ -201,21 +233,26 @@ def _dtype(arrays: dict[str, mx.array], source: Projection) -> mx.Dtype:
 
 
 def _plan(
-    skeleton: Skeleton, checkpoint: Checkpoint, settings: Settings, backbone: Quantisation | None
+    skeleton: Skeleton,
+    checkpoint: Checkpoint,
+    parts: list[list[Part]],
+    backbone: Quantisation | None,
 ) -> tuple[VaultPlan, str]:
-    layers = [
-        (s.path, s.num_experts, _specs(s, i, settings)) for i, s in enumerate(skeleton.switches)
-    ]
+    every = [(s, p) for s, of_s in zip(skeleton.switches, parts, strict=True) for p in of_s]
+    layers = [(s.path, p.experts or s.num_experts, _specs(s, p)) for s, p in every]
     quantization = {
-        f"{s.path}.{name}": _described(settings[i, name], s.projections[name])
-        for i, s in enumerate(skeleton.switches)
+        label(s.path, name, p.experts): p.quantisation(name, s.projections[name])
+        for s, p in every
         for name in s.linears
     }
     extra: dict[str, Any] = {
         "source": [fingerprint(f) for f in checkpoint.files],
         "quantization": quantization,
         "requantised": sorted(
-            f"{skeleton.switches[i].path}.{name}" for (i, name), s in settings.items() if s
+            label(s.path, name, p.experts)
+            for s, p in every
+            for name, setting in p.settings.items()
+            if setting
         ),
         "backbone": backbone.as_dict() if backbone else None,
     }
@@ -229,14 +266,6 @@ def fingerprint(file: Any) -> dict[str, Any]:
     header = os.pread(file.fileno(), int.from_bytes(start, "little"), 8)
     digest = hashlib.sha256(header).hexdigest()
     return {"name": file.path.name, "size": file.fingerprint.size, "header_sha256": digest}
-
-
-def _described(setting: Quantisation | None, source: Projection) -> dict[str, Any] | None:
-    if setting is not None:
-        return setting.as_dict()
-    if source.mode is None:
-        return None
-    return {"group_size": source.group_size, "bits": source.bits, "mode": source.mode}
 
 
 def _check_room(partial: Path, plan: VaultPlan, skeleton: Skeleton) -> None:
@@ -253,83 +282,156 @@ def _check_room(partial: Path, plan: VaultPlan, skeleton: Skeleton) -> None:
 
 
 def _write_vault(
-    path: Path, plan: VaultPlan, skeleton: Skeleton, settings: Settings, progress: Progress | None
+    path: Path,
+    plan: VaultPlan,
+    skeleton: Skeleton,
+    parts: list[list[Part]],
+    progress: Progress | None,
 ) -> None:
     if path.exists():  # an earlier run came to the end of the vault
         with Vault(path) as vault:
             if vault.header["id"] == json.loads(plan.header)["id"]:
                 return
         path.unlink()
+    sizes = np.bincount(plan.table["layer"], plan.table["length"]).astype(int).tolist()
     writer = VaultWriter(path, plan)
-    done = 0
-    try:
-        with ThreadPoolExecutor(WRITERS) as pool:
-            for layer, switch in enumerate(skeleton.switches):
-                if layer not in writer.done:
-                    _write_layer(writer, layer, switch, settings, pool)
-                    writer.layer_done(layer)
-                switch.arrays.clear()
-                mx.clear_cache()
-                done += int(plan.table["length"][plan.table["layer"] == layer].sum())
-                if progress is not None:
-                    progress(done, int(plan.table["length"].sum()))
+    done, layer = 0, 0
+    with contextlib.closing(_Pipeline(writer)) as pipeline:
+        for switch, of_switch in zip(skeleton.switches, parts, strict=True):
+            layers = range(layer, layer := layer + len(of_switch))
+            if not writer.done.issuperset(layers):
+                _write_layer(pipeline, dict(zip(layers, of_switch, strict=True)), switch)
+                pipeline.layers_done(layers)
+            switch.arrays.clear()
+            mx.clear_cache()
+            done += sum(sizes[i] for i in layers)
+            if progress is not None:
+                progress(done, sum(sizes))
+        pipeline.drain()
         writer.finish()
-    finally:
-        writer.close()
 
 
-def _write_layer(
-    writer: VaultWriter, layer: int, switch: Switch, settings: Settings, pool: ThreadPoolExecutor
-) -> None:
-    specs = writer.plan.geometries[writer.plan.layers[layer].geometry].tensors
+class _Pipeline:
+    """Writes while the next tensors are read and quantised, and syncs a layer behind them.
+
+    What is handed over is bounded: one projection is written while one is made.
+    """
+
+    def __init__(self, writer: VaultWriter):
+        self.writer = writer
+        # Quantising runs in these; MLX's CPU streams have a thread each.
+        device = mx.default_device()
+        self.streams = [mx.new_stream(device) for _ in range(WRITERS if device == mx.cpu else 1)]
+        self._pool = ThreadPoolExecutor(WRITERS)
+        self._finisher = ThreadPoolExecutor(1)  # one sync at a time, in the order of the layers
+        self._writes: list[Future[None]] = []
+        self._sync: Future[None] | None = None
+
+    def write(self, layer: int, begin: int, tensors: dict[int, mx.array]) -> None:
+        """Write tensors (by their number in a record) of the experts from `begin` on.
+
+        An expert's tensors come in their order, since its checksum runs over them.
+        """
+        self.wait_for_writes()
+        data = {}
+        for index, array in tensors.items():
+            array = mx.contiguous(array)
+            mx.eval(array)
+            data[index] = memoryview(np.frombuffer(memoryview(array), np.uint8))  # type: ignore[arg-type]
+        count = len(next(iter(tensors.values())))
+
+        def write_some(experts: range) -> None:
+            for i in experts:
+                for index, view in data.items():
+                    size = len(view) // count
+                    view = view[i * size : (i + 1) * size]
+                    self.writer.write_piece(layer, begin + i, index, view)
+
+        step = -(-count // WRITERS)
+        self._writes = [
+            self._pool.submit(write_some, range(i, min(i + step, count)))
+            for i in range(0, count, step)
+        ]
+
+    def wait_for_writes(self) -> None:
+        for write in self._writes:
+            write.result()
+        self._writes = []
+
+    def layers_done(self, layers: Sequence[int]) -> None:
+        """Everything of these layers was handed over: make it last."""
+        self.wait_for_writes()
+        self.drain()
+
+        def finish() -> None:
+            for layer in layers:
+                self.writer.layer_done(layer)
+
+        self._sync = self._finisher.submit(finish)
+
+    def drain(self) -> None:
+        """Wait for the last layer that was handed over to be on the disk."""
+        if self._sync is not None:
+            self._sync.result()
+
+    def close(self) -> None:
+        for pool in (self._pool, self._finisher):
+            pool.shutdown(cancel_futures=True)
+        self.writer.close()
+
+
+def _write_layer(pipeline: _Pipeline, parts: dict[int, Part], switch: Switch) -> None:
+    """Write one layer; `parts` by their number in the vault."""
+    plan = pipeline.writer.plan
     for name in switch.linears:
         # Taken out of the switch, so that nothing keeps what has been evaluated.
         arrays = {k: switch.arrays.pop((p, k)) for p, k in switch.tensor_order if p == name}
         mx.eval(arrays)
-        for begin, part in _chunks(arrays, switch, name, settings[layer, name]):
-            for index, spec in enumerate(specs):
-                if spec.projection == name:
-                    _write_tensor(writer, layer, begin, index, part[spec.kind], pool)
+        for layer, part in parts.items():
+            mine = arrays
+            if part.experts is not None:
+                rows = mx.array(part.experts)
+                mine = {k: a[rows] for k, a in arrays.items()}
+            specs = plan.geometries[plan.layers[layer].geometry].tensors
+            for begin, some in _chunks(mine, switch, name, part.settings[name], pipeline.streams):
+                tensors = {i: some[t.kind] for i, t in enumerate(specs) if t.projection == name}
+                pipeline.write(layer, begin, tensors)
 
 
-def _chunks(  # type: ignore[no-untyped-def]
-    arrays: dict[str, mx.array], switch: Switch, name: str, setting: Quantisation | None
-):
+def _chunks(
+    arrays: dict[str, mx.array],
+    switch: Switch,
+    name: str,
+    setting: Quantisation | None,
+    streams: list[mx.Stream],
+) -> Iterator[tuple[int, dict[str, mx.array]]]:
     """(first expert, arrays by kind) of a projection, requantised if asked for, in parts."""
     if setting is None:
         yield 0, arrays
         return
     linear, source = switch.linears[name], switch.projections[name]
     dtype = _dtype(arrays, source)
+    count = len(arrays["weight"])
     each = linear.output_dims * linear.input_dims * 4
     step = max(1, CHUNK_NBYTES // each)
-    for begin in range(0, linear.num_experts, step):
+    under_way: deque[tuple[int, dict[str, mx.array]]] = deque()
+    for begin in range(0, count, step):
         part = {k: a[begin : begin + step] for k, a in arrays.items()}
-        weight = part["weight"]
-        if source.mode is not None:
-            weight = mx.dequantize(
-                weight, part["scales"], part.get("biases"), source.group_size, source.bits,
-                mode=source.mode, global_scale=part.get("global_scale"),
-            )  # fmt: skip
-        new = setting.apply(weight.astype(dtype))
+        with mx.stream(streams[begin // step % len(streams)]):
+            weight = part["weight"]
+            if source.mode is not None:
+                weight = mx.dequantize(
+                    weight, part["scales"], part.get("biases"), source.group_size, source.bits,
+                    mode=source.mode, global_scale=part.get("global_scale"),
+                )  # fmt: skip
+            new = setting.apply(weight.astype(dtype))
         if "bias" in part:
             new["bias"] = part["bias"]
-        mx.eval(new)
-        yield begin, new
-
-
-def _write_tensor(
-    writer: VaultWriter, layer: int, begin: int, index: int, array: mx.array, pool: Any
-) -> None:
-    array = mx.contiguous(array)
-    mx.eval(array)
-    data = memoryview(np.frombuffer(memoryview(array), np.uint8))  # type: ignore[arg-type]
-    size = array.nbytes // array.shape[0]
-
-    def write(i: int) -> None:
-        writer.write_piece(layer, begin + i, index, data[i * size : (i + 1) * size])
-
-    list(pool.map(write, range(array.shape[0])))
+        mx.async_eval(new)  # type: ignore[no-untyped-call]
+        under_way.append((begin, new))
+        if len(under_way) == len(streams):
+            yield under_way.popleft()
+    yield from under_way
 
 
 def _write_backbone(
@@ -370,13 +472,18 @@ def _copy_files(folder: Path, dst: Path) -> None:
 
 
 def _finish_config(
-    folder: Path, skeleton: Skeleton, settings: Settings, config: dict[str, Any], vault_id: str
+    folder: Path,
+    skeleton: Skeleton,
+    parts: list[list[Part]],
+    config: dict[str, Any],
+    vault_id: str,
 ) -> None:
     quantization = config.get("quantization")
-    listed = {
-        f"{s.path}.{name}": _described(settings[i, name], s.projections[name])
-        for i, s in enumerate(skeleton.switches)
+    listed = {  # layers with several kinds of experts are described by the vault alone
+        f"{s.path}.{name}": p[0].quantisation(name, s.projections[name])
+        for s, p in zip(skeleton.switches, parts, strict=True)
         for name in s.linears
+        if len(p) == 1
     }
     if any(listed.values()):
         if not quantization:

@@ -9,10 +9,11 @@ import numpy as np
 
 from ..errors import VaultError
 from ..hub import find_model
-from ..skeleton import build_skeleton
+from ..skeleton import Switch, build_skeleton
+from ..store.layout import ExpertLayout
 from ..store.safetensors import Checkpoint
 from ..store.vault import VAULT_FILE, Vault
-from .shatter import fingerprint
+from .shatter import fingerprint, label
 
 Progress = Callable[[int, int], None]
 
@@ -57,20 +58,34 @@ def _compare(vault: Vault, folder: Path, trust_remote_code: bool) -> None:
             folder, checkpoint, trust_remote_code=trust_remote_code, keep_arrays=True
         )
         requantised = set(vault.header.get("requantised") or ())
-        for layout, switch in zip(vault.layouts, skeleton.switches, strict=True):
-            for t, offsets in zip(layout.tensors, layout.offsets, strict=True):
-                array = switch.arrays.pop((t.projection, t.kind), None)
-                if array is None or f"{layout.path}.{t.projection}" in requantised:
-                    continue  # quantised anew: there is nothing to compare it with
-                array = mx.contiguous(array)
-                data = np.frombuffer(memoryview(array), np.uint8)  # type: ignore[arg-type]
-                for e, (offset, row) in enumerate(
-                    zip(offsets.tolist(), data.reshape(layout.num_experts, -1), strict=True)
-                ):
-                    if os.pread(vault.fileno(), t.nbytes, offset) != row.tobytes():
-                        raise VaultError(
-                            f"{vault.path}: {t.name} of expert {e} of {layout.path} is not what "
-                            f"{folder} holds."
-                        )
+        if {x.path for x in vault.layouts} != {s.path for s in skeleton.switches}:
+            raise VaultError(f"{vault.path} does not have the layers of {folder}.")
+        for switch in skeleton.switches:
+            for layout in vault.layouts:
+                if layout.path == switch.path:
+                    _compare_layer(vault, layout, switch, requantised, folder)
+            switch.arrays.clear()
     finally:
         checkpoint.close()
+
+
+def _compare_layer(
+    vault: Vault, layout: ExpertLayout, switch: Switch, requantised: set[str], folder: Path
+) -> None:
+    for t, offsets in zip(layout.tensors, layout.offsets, strict=True):
+        array = switch.arrays.get((t.projection, t.kind))
+        if array is None or label(layout.path, t.projection, layout.experts) in requantised:
+            continue  # quantised anew: there is nothing to compare it with
+        if layout.experts is not None:
+            array = array[mx.array(layout.experts)]
+        else:
+            del switch.arrays[t.projection, t.kind]  # so that nothing keeps it afterwards
+        array = mx.contiguous(array)
+        data = np.frombuffer(memoryview(array), np.uint8)  # type: ignore[arg-type]
+        rows = data.reshape(layout.num_experts, -1)
+        for e, (offset, row) in enumerate(zip(offsets.tolist(), rows, strict=True)):
+            if os.pread(vault.fileno(), t.nbytes, offset) != row.tobytes():
+                raise VaultError(
+                    f"{vault.path}: {t.name} of {layout.name(e)} of {layout.path} is not what "
+                    f"{folder} holds."
+                )

@@ -40,6 +40,8 @@ class ExpertLayout:
         file_ids: [len(tensors), E] index into the reader's files.
         offsets: [len(tensors), E] bytes from the start of that file.
         checksums: [E] CRC-32 over each expert's tensors in their order, where the store has them.
+        experts: the model's numbers of these experts, where a layer's experts are of several kinds
+            and these are only some of them; None: 0 to E - 1.
     """
 
     path: str
@@ -48,6 +50,11 @@ class ExpertLayout:
     file_ids: np.ndarray = field(repr=False, compare=False)
     offsets: np.ndarray = field(repr=False, compare=False)
     checksums: np.ndarray | None = field(default=None, repr=False, compare=False)
+    experts: tuple[int, ...] | None = None
+
+    def name(self, expert: int) -> str:
+        """What an error calls this layout's expert number `expert`."""
+        return f"expert {expert if self.experts is None else self.experts[expert]}"
 
     @property
     def expert_nbytes(self) -> int:

@@ -73,11 +73,19 @@ class Geometry:
 
 @dataclass(frozen=True)
 class VaultLayer:
-    """One layer of a vault."""
+    """One layer of a vault, or those experts of it that share a geometry.
+
+    `experts` are their numbers in the model, in the order of the records; None: all, in order.
+    """
 
     path: str
     num_experts: int
     geometry: int
+    experts: tuple[int, ...] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        out = {"path": self.path, "num_experts": self.num_experts, "geometry": self.geometry}
+        return out if self.experts is None else {**out, "experts": list(self.experts)}
 
 
 @dataclass
@@ -98,28 +106,30 @@ class VaultPlan:
 
 
 def plan_vault(
-    layers: Sequence[tuple[str, int, Sequence[TensorSpec]]], extra: dict[str, Any]
+    layers: Sequence[tuple[str, int | tuple[int, ...], Sequence[TensorSpec]]],
+    extra: dict[str, Any],
 ) -> VaultPlan:
     """Lay out a vault.
 
     Args:
         layers: (path, number of experts, tensors of one expert) of each layer, in their order.
+            A layer with experts of several kinds comes once for each kind, with the experts'
+            numbers in the place of how many they are.
         extra: what else the header says: `id`, `source`, `quantization`.
     """
     geometries: list[Geometry] = []
     out_layers = []
-    for path, num_experts, tensors in layers:
+    for path, experts, tensors in layers:
         geometry = Geometry.of(tensors)
         if geometry not in geometries:
             geometries.append(geometry)
-        out_layers.append(VaultLayer(path, num_experts, geometries.index(geometry)))
+        some = None if isinstance(experts, int) else experts
+        count = experts if isinstance(experts, int) else len(experts)
+        out_layers.append(VaultLayer(path, count, geometries.index(geometry), some))
     document = {
         **extra,
         "geometries": [g.as_json() for g in geometries],
-        "layers": [
-            {"path": x.path, "num_experts": x.num_experts, "geometry": x.geometry}
-            for x in out_layers
-        ],
+        "layers": [x.as_json() for x in out_layers],
     }
     header = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
     header += b" " * (_align(len(header), 8) - len(header))
@@ -206,8 +216,7 @@ class Vault(OpenFile):
         self.table = np.frombuffer(body, ENTRY, offset=header_nbytes)
         self.geometries = [self._geometry(g) for g in self._list(self.header, "geometries")]
         self.layers = [self._layer(x) for x in self._list(self.header, "layers")]
-        if len({x.path for x in self.layers}) != len(self.layers):
-            raise self._bad("a layer is listed twice")
+        self._check_parts()
         self._check_table(data_offset, size)
         self.layouts = self._make_layouts()
 
@@ -268,7 +277,28 @@ class Vault(OpenFile):
         )
         if not ok:
             raise self._bad("a layer is malformed")
-        return VaultLayer(entry["path"], entry["num_experts"], entry["geometry"])
+        experts = entry.get("experts")
+        if experts is not None:
+            if not (
+                isinstance(experts, list)
+                and len(experts) == entry["num_experts"]
+                and all(is_size(e) for e in experts)
+            ):
+                raise self._bad("the experts of a layer are malformed")
+            experts = tuple(experts)
+        return VaultLayer(entry["path"], entry["num_experts"], entry["geometry"], experts)
+
+    def _check_parts(self) -> None:
+        """Each layer is whole: listed once, or in parts that hold each of its experts once."""
+        parts: dict[str, list[VaultLayer]] = {}
+        for x in self.layers:
+            parts.setdefault(x.path, []).append(x)
+        for path, layers in parts.items():
+            if len(layers) == 1 and layers[0].experts is None:
+                continue
+            numbers = sorted(e for x in layers for e in x.experts or (-1,))
+            if numbers != list(range(len(numbers))):
+                raise self._bad(f"{path} does not list each of its experts once")
 
     def _check_table(self, data_offset: int, size: int) -> None:
         t = self.table
@@ -303,7 +333,9 @@ class Vault(OpenFile):
             offsets = begin[None, :] + np.array(g.offsets, np.int64)[:, None]
             ids = np.zeros(offsets.shape, np.int32)
             crcs = self.table["crc"][at : at + x.num_experts].copy()
-            layouts.append(ExpertLayout(x.path, x.num_experts, g.tensors, ids, offsets, crcs))
+            layouts.append(
+                ExpertLayout(x.path, x.num_experts, g.tensors, ids, offsets, crcs, x.experts)
+            )
             at += x.num_experts
         return layouts
 
@@ -323,8 +355,9 @@ class Vault(OpenFile):
             end = offset + t.nbytes
             crc = zlib.crc32(data[offset:end], crc)
         if crc != entry["crc"] or not clean or any(data[end:]):
+            name = self.layouts[entry["layer"]].name(int(entry["expert"]))
             raise VaultError(
-                f"{self.path}: the record of expert {entry['expert']} of {layer.path} is damaged."
+                f"{self.path}: the record of {name} of {layer.path} is damaged."
                 " Make the vault again (smoe-mlx shatter)."
             )
 
