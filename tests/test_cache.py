@@ -87,13 +87,16 @@ class FlakyReader(ExpertReader):
     fail: BaseException | None = None
     requests = 0
 
-    def read(self, requests) -> None:
+    def finish(self, *readings) -> None:
         if self.fail is not None:
-            for r in requests[::2]:
-                r[2][:] = bytes([0xEE]) * len(r[2])
+            for reading in readings:
+                self.cancel(reading)
+                for read in reading.reads:
+                    for buffer in read.buffers[::2]:
+                        buffer[:] = bytes([0xEE]) * len(buffer)
             raise self.fail
-        self.requests += len(requests)
-        super().read(requests)
+        self.requests += sum(len(read.labels) for r in readings for read in r.reads)
+        super().finish(*readings)
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,11 @@ class StreamingConfig:
             model was made for if that is less.
         prefill_step: prompt tokens that pass the model at a time. None: 2048 as mlx-lm, or less
             where the memory asks for it.
+        hits_first: while experts of a token are being read, compute those that are in memory.
+        lookahead: while a layer computes, read experts that the next one will probably want: its
+            gate is asked early. Each layer stops by itself where that does not pay.
+        spec: experts beyond a token's own that are read as bets for the next token, by their rank
+            with the router.
         threads: reads that may be under way beside the calling thread's own.
         io: how experts are read: "pread", "direct" (past the page cache) or "mmap".
         check: compare each record of a vault with its checksum when it is first read.
@@ -53,6 +58,9 @@ class StreamingConfig:
     slots: int | float | None = None
     context: int | None = None
     prefill_step: int | None = None
+    hits_first: bool = True
+    lookahead: bool = True
+    spec: int = 0
     threads: int = 8
     io: str = "pread"
     check: bool = False
@@ -75,7 +83,9 @@ class StreamingConfig:
                 raise BudgetError(f"slots={self.slots}: at least 1")
         if self.io not in IO_MODES:
             raise ValueError(f"io={self.io!r}: one of {', '.join(IO_MODES)}")
-        for name, least in (("context", 1), ("prefill_step", 1), ("threads", 0)):
+        for name, least in (
+            ("context", 1), ("prefill_step", 1), ("threads", 0), ("spec", 0)
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < least):
                 raise ValueError(f"{name}={value!r}: a whole number from {least} on")

@@ -15,11 +15,19 @@ from .cache.experts import SharedExpertCache
 from .config import StreamingConfig
 from .errors import CheckpointError, UnsupportedModelError, VaultError
 from .hub import find_model
+from .layers.lookahead import look_up, make_predictor
 from .layers.mixed import MixedSwitch
 from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
 from .layers.zero_experts import tell_true_routing
 from .plan import MemoryPlan, available_memory, make_plan
-from .skeleton import Skeleton, build_skeleton, measure_shape, other_children, replace_module
+from .skeleton import (
+    Skeleton,
+    Switch,
+    build_skeleton,
+    measure_shape,
+    other_children,
+    replace_module,
+)
 from .stats import Streaming
 from .store.files import OpenFile
 from .store.reader import ExpertReader
@@ -198,6 +206,7 @@ def _install(
         check=config.check,
         debug=config.debug,
     )
+    modules: list[tuple[int, Switch, StreamingSwitchGLU | StreamingSwitchMLP]] = []
     layer = 0
     for switch in skeleton.switches:
         kind = StreamingSwitchGLU if switch.is_glu else StreamingSwitchMLP
@@ -215,15 +224,33 @@ def _install(
         module.eval()
         replace_module(skeleton.model, switch.path, module)
         if isinstance(module, (StreamingSwitchGLU, StreamingSwitchMLP)):
-            tell_true_routing(_parent(skeleton.model, switch.path), module)
+            tell_true_routing(look_up(skeleton.model, switch.path.rpartition(".")[0]), module)
+            modules.append((layer - 1, switch, module))
+    _install_bets(skeleton, modules, config)
     return Streaming(cache, plan)
 
 
-def _parent(model: nn.Module, path: str) -> Any:
-    parent: Any = model
-    for key in path.split(".")[:-1]:
-        parent = parent[int(key)] if isinstance(parent, list) else parent[key]
-    return parent
+def _install_bets(
+    skeleton: Skeleton,
+    modules: list[tuple[int, Switch, StreamingSwitchGLU | StreamingSwitchMLP]],
+    config: StreamingConfig,
+) -> None:
+    """Tell each streaming module what to read ahead. (Not layers with experts of several kinds.)"""
+    for i, (layer, here, module) in enumerate(modules):
+        wanted = []  # (layer, switch, ranks beyond the token's own)
+        if config.lookahead and i + 1 < len(modules):
+            wanted.append((modules[i + 1][0], modules[i + 1][1], 0))
+        if config.spec:
+            wanted.append((layer, here, config.spec))
+        bets = []
+        for number, there, extra in wanted:
+            dims = next(iter(there.linears.values())).input_dims
+            predict = make_predictor(
+                skeleton.model, here.path, there.path, dims, there.num_experts, extra
+            )
+            if predict is not None:
+                bets.append((number, predict))
+        module.bet(bets, config.hits_first)
 
 
 def _check_adapter(folder: Path, skeleton: Skeleton) -> None:

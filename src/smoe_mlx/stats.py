@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .cache.bets import BetStats
 from .cache.experts import LayerStats, SharedExpertCache
 from .errors import UnsupportedModelError
 from .plan import MemoryPlan, format_bytes
@@ -32,6 +33,7 @@ class Stats:
         waves: groups of experts that were worked through; more than `calls` if slots ran short.
         resident_calls: layer calls that needed no look at the routing.
         peak_memory: most bytes that MLX held, of all it did in this process.
+        bets: experts that were read ahead, before their layer asked for them.
         layers: the counters of each MoE layer.
     """
 
@@ -47,6 +49,7 @@ class Stats:
     io: str
     peak_memory: int
     plan: MemoryPlan
+    bets: BetStats
     layers: tuple[LayerStats, ...]
 
     @property
@@ -71,6 +74,9 @@ class Stats:
             f"read              {format_bytes(self.bytes_read)} in {self.reads:,} reads"
             + {"pread": "", "direct": " past the page cache", "mmap": " by mmap"}[self.io],
             f"waited for reads  {self.wait_seconds:.2f} s",
+            f"read ahead        {self.bets.issued:,}: {self.bets.used:,} in time, "
+            f"{self.bets.late:,} late, {self.bets.wasted:,} for nothing, "
+            f"{self.bets.cancelled:,} not begun",
             f"layer calls       {self.calls:,} by routing ({self.waves:,} waves), "
             f"{self.resident_calls:,} without",
             f"peak memory       {format_bytes(self.peak_memory)} "
@@ -113,5 +119,6 @@ def stats(model: nn.Module) -> Stats:
         io=reader.io,
         peak_memory=mx.get_peak_memory(),
         plan=streaming.plan,
+        bets=BetStats(**asdict(cache.stats.bets)),
         layers=layers,
     )

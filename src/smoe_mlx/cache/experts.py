@@ -7,8 +7,8 @@ computed from this cache has been evaluated (`hold`, `_settle`).
 
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -16,7 +16,9 @@ import numpy as np
 from ..errors import BudgetError, VaultError
 from ..store.layout import ExpertLayout
 from ..store.reader import ExpertReader, ReadRequest
+from ..store.streamer import Reading
 from .bank import SlotBank
+from .bets import Bet, BetStats, Judge
 from .policy import LRU, Policy
 
 Arrays = dict[tuple[str, str], mx.array]
@@ -46,6 +48,7 @@ class CacheStats:
     layers: list[LayerStats]
     evictions: int = 0
     abandoned: int = 0
+    bets: BetStats = field(default_factory=BetStats)
 
     @property
     def hits(self) -> int:
@@ -59,7 +62,7 @@ class CacheStats:
 class _Bank:
     """A slot bank, shared by the layers whose experts have one geometry, and its bookkeeping.
 
-    `tables` are the truth; `free` and `policy` follow from them and can be made anew.
+    `tables` and `bets` are the truth; `free` and `policy` follow from them and can be made anew.
     """
 
     def __init__(self, layouts: dict[int, ExpertLayout], slots: int, policy: Policy):
@@ -68,6 +71,7 @@ class _Bank:
         # layer -> [E]: the slot of each expert, or -1. Lists: faster than arrays for a few ids.
         self.tables = {i: [-1] * x.num_experts for i, x in layouts.items()}
         self.pinned: set[Key] = set()
+        self.bets: dict[Key, Bet] = {}
         self.forget()
 
     def forget(self) -> None:
@@ -90,13 +94,25 @@ class _Bank:
             if slot >= 0
         }
 
-    def repair(self) -> None:
-        """Make `free` and `policy` follow the tables again after an interruption."""
+    def repair(self, coming: Collection[int] = ()) -> None:
+        """Make `free` and `policy` follow again after an interruption; `coming` slots are read."""
         owners = self.owners()
-        self.free = [slot for slot in range(self.slots)[::-1] if slot not in owners]
+        taken = {*owners, *coming, *(bet.slot for bet in self.bets.values())}
+        self.free = [slot for slot in range(self.slots)[::-1] if slot not in taken]
         for key in owners.values():
             if key not in self.pinned and key not in self.policy:
                 self.policy.touch(key)
+
+
+@dataclass
+class _Loading:
+    """Experts of one layer that are being read: their slots, and the readings to wait for."""
+
+    bank: _Bank
+    layer: int
+    slots: dict[int, int] = field(default_factory=dict)  # expert -> slot
+    readings: list[Reading] = field(default_factory=list)
+    hits: int = 0
 
 
 class SharedExpertCache:
@@ -130,6 +146,9 @@ class SharedExpertCache:
         self._check, self._checked = check, set[Key]()
         self._debug = debug
         self._pending: list[mx.array] = []
+        self._claimed: set[Key] = set()  # what the last claim needs: no bet evicts it
+        self._loading: _Loading | None = None
+        self._judges = [Judge() for _ in self.layouts]
         self._banks = []
         for layers, slots in banks:
             group = {i: self.layouts[i] for i in layers}
@@ -193,7 +212,10 @@ class SharedExpertCache:
                 break
             start += layout.num_experts
         count = self.layouts[layer].num_experts
-        self._read(bank, layer, {e: start + e for e in range(count)})
+        self.reader.read(self._requests(bank, layer, {e: start + e for e in range(count)}))
+        if self._check:
+            for e in range(count):
+                self._compare(layer, e, memory.rows(start + e))
         # A contiguous slice shares the bank's memory.
         rows = {k: a[start : start + count] for k, a in memory.arrays.items()}
         mx.eval(list(rows.values()))
@@ -235,62 +257,168 @@ class SharedExpertCache:
         Raises:
             ExpertReadError, CheckpointChangedError: nothing was claimed; the cache stays usable.
         """
-        bank, stats = self._bank_of[layer], self.stats.layers[layer]
+        bank = self._bank_of[layer]
         if bank.holds_all:
             self.resident(layer)
             return
-        table = bank.tables[layer]
-        missing = [e for e in experts if table[e] < 0]
-        if missing:
-            self._settle()  # may lose what is in memory: look again
-            missing = [e for e in experts if table[e] < 0]
-        for e in experts:  # hits count as used before any miss evicts
-            if table[e] >= 0 and (layer, e) not in bank.pinned:
-                bank.policy.touch((layer, e))
-        if missing:
-            self._load(bank, layer, missing, keep={(layer, e) for e in experts})
-        stats.hits += len(experts) - len(missing)
-        stats.misses += len(missing)
+        try:
+            loading = self._begin(bank, layer, experts)
+            if loading is not None:
+                self._finish(loading)
+        except BaseException:
+            self._recover()
+            raise
         if self._debug:
             self.check()
 
-    def claim_few(self, layer: int, ids: Sequence[int]) -> list[int] | None:
-        """`claim` for a few ids, repetitions among them: the slot of each, or None if there is not
-        room for all of them at once. What decoding calls for each layer: every microsecond counts.
+    def claim_few(
+        self, layer: int, ids: Sequence[int], ahead: bool = False
+    ) -> tuple[list[int], Collection[int]] | None:
+        """`claim` for a few ids, repetitions among them. What decoding calls for each layer: every
+        microsecond counts.
+
+        Args:
+            ahead: return while experts are still being read, if some are there and reads are slow.
+                `finish_few` must follow, whatever happens.
+
+        Returns:
+            (the slot of each id, the experts that are still being read), or None if there is not
+            room for all of them at once.
         """
         bank = self._bank_of[layer]
         table = bank.tables[layer]
         slots = [table[e] for e in ids]
         experts = dict.fromkeys(ids)
-        if -1 in slots or bank.pinned or self._debug:
-            if len(experts) + len(bank.pinned) > bank.slots:
-                return None
-            self.claim(layer, list(experts))
-            return [table[e] for e in ids]
-        for e in experts:
-            bank.policy.touch((layer, e))
-        self.stats.layers[layer].hits += len(experts)
-        return slots
-
-    def _load(self, bank: _Bank, layer: int, experts: list[int], keep: set[Key]) -> None:
-        """Read missing experts into slots, evicting others. Nothing may still read the slots."""
-        table = bank.tables[layer]
-        taken: dict[int, int] = {}
-        try:
+        if -1 not in slots and not bank.pinned and not bank.bets and not self._debug:
             for e in experts:
-                if not bank.free:
-                    self._evict(bank, keep)
-                taken[e] = bank.free.pop()
-            self._read(bank, layer, taken)
-            for e, slot in taken.items():
-                table[e] = slot
                 bank.policy.touch((layer, e))
-        except BaseException:  # a failed read, or an interruption anywhere
-            for e in experts:
-                table[e] = -1
-                bank.policy.discard((layer, e))
-            bank.repair()
+            self.stats.layers[layer].hits += len(experts)
+            self._claimed = {(layer, e) for e in experts}
+            return slots, ()
+        if len(experts) + len(bank.pinned) > bank.slots:
+            return None
+        ahead = ahead and self.reader.slow
+        try:
+            loading = self._begin(bank, layer, list(experts), ahead)
+            if loading is not None and (not ahead or not loading.hits):
+                self._finish(loading)
+                loading = None
+        except BaseException:
+            self._recover()
             raise
+        if self._debug and loading is None:
+            self.check()
+        coming = {} if loading is None else loading.slots
+        return [coming[e] if e in coming else table[e] for e in ids], coming.keys()
+
+    def finish_few(self) -> None:
+        """Return when what `claim_few` left behind is there; raises as `claim`."""
+        try:
+            if self._loading is not None:
+                self._finish(self._loading)
+        except BaseException:
+            self._recover()
+            raise
+        if self._debug:
+            self.check()
+
+    def _begin(
+        self, bank: _Bank, layer: int, experts: Sequence[int], ahead: bool = False
+    ) -> _Loading | None:
+        """Count hits as used, and start to read what is missing."""
+        table, stats = bank.tables[layer], self.stats.layers[layer]
+        missing = [e for e in experts if table[e] < 0]
+        if missing:
+            self._settle()  # may lose what is in memory: look again
+            if bank.bets:
+                self._land(bank, layer, experts)
+            missing = [e for e in experts if table[e] < 0]
+        self._claimed = {(layer, e) for e in experts}
+        for e in experts:  # hits count as used before any miss evicts
+            if table[e] >= 0 and (layer, e) not in bank.pinned:
+                bank.policy.touch((layer, e))
+        if not missing:
+            stats.hits += len(experts)
+            return None
+        loading = self._start(bank, layer, missing, ahead)
+        loading.hits = len(experts) - len(missing)
+        return loading
+
+    def _start(
+        self, bank: _Bank, layer: int, experts: Sequence[int], ahead: bool = False
+    ) -> _Loading:
+        """Start to read missing experts into slots, evicting others than those just claimed.
+
+        Nothing may still read the slots.
+        """
+        if self._loading is not None:  # an interrupt came between claim_few and finish_few
+            self._recover()
+        self._loading = loading = _Loading(bank, layer)
+        for e in experts:
+            bet = bank.bets.get((layer, e))
+            if bet is not None:
+                loading.slots[e] = bet.slot
+                loading.readings.append(bet.reading)
+                del bank.bets[layer, e]
+        new = {}
+        for e in experts:
+            if e not in loading.slots:
+                loading.slots[e] = new[e] = self._take_slot(bank)
+        if new:
+            reading = self.reader.reading(self._requests(bank, layer, new))
+            loading.readings.insert(0, reading)
+            if ahead or len(loading.readings) > 1:
+                self.reader.start(reading)
+        return loading
+
+    def _finish(self, loading: _Loading) -> None:
+        """Wait until experts are there, and enter them into the table."""
+        self.reader.finish(*loading.readings)
+        for e, slot in loading.slots.items():
+            self._enter(loading.bank, loading.layer, e, slot)
+        stats = self.stats.layers[loading.layer]
+        stats.hits += loading.hits
+        stats.misses += len(loading.slots)
+        self._loading = None
+
+    def _enter(self, bank: _Bank, layer: int, expert: int, slot: int) -> None:
+        if self._check:
+            self._compare(layer, expert, self._memory(bank).rows(slot))
+        bank.tables[layer][expert] = slot
+        bank.policy.touch((layer, expert))
+
+    def _recover(self) -> None:
+        """After a failed read, or an interruption anywhere: what was being read is not there."""
+        loading = self._loading
+        if loading is not None:
+            for reading in loading.readings:
+                self.reader.cancel(reading)
+            for e in loading.slots:
+                loading.bank.tables[loading.layer][e] = -1
+                loading.bank.policy.discard((loading.layer, e))
+        self._loading = None
+        self._repair()
+
+    def _repair(self) -> None:
+        loading = self._loading
+        for bank in self._banks:
+            coming = loading is not None and loading.bank is bank
+            bank.repair(loading.slots.values() if loading is not None and coming else ())
+
+    def _take_slot(self, bank: _Bank) -> int:
+        """A slot to read into: a free one, one of a bet that was not needed, or an evicted one."""
+        if not bank.free:
+            over = next((k for k, b in bank.bets.items() if b.judged and b.reading.done), None)
+            if over is not None:
+                self._drop(bank, over)
+            else:
+                try:
+                    self._evict(bank, self._claimed)
+                except LookupError:  # all others are being bet on
+                    if not bank.bets:
+                        raise
+                    self._drop(bank, next(iter(bank.bets)))
+        return bank.free.pop()
 
     def _evict(self, bank: _Bank, keep: set[Key]) -> None:
         key = bank.policy.victim(keep)
@@ -300,18 +428,15 @@ class SharedExpertCache:
         bank.policy.discard(key)
         self.stats.evictions += 1
 
-    def _read(self, bank: _Bank, layer: int, slots: dict[int, int]) -> None:
-        """Read experts of `layer` into slots (expert -> slot)."""
+    def _requests(self, bank: _Bank, layer: int, slots: dict[int, int]) -> list[ReadRequest]:
+        """What is to be read for experts of `layer` to come into slots (expert -> slot)."""
         layout, memory, names = self.layouts[layer], self._memory(bank), self._names[layer]
         requests: list[ReadRequest] = []
         for e, slot in slots.items():
             labels = [(name, layout.name(e), layout.path) for name in names]
             files, offsets = layout.file_ids[:, e].tolist(), layout.offsets[:, e].tolist()
             requests += zip(files, offsets, memory.rows(slot), labels, strict=True)
-        self.reader.read(requests)
-        if self._check and layout.checksums is not None:
-            for e, slot in slots.items():
-                self._compare(layer, e, memory.rows(slot))
+        return requests
 
     def _compare(self, layer: int, expert: int, rows: list[memoryview]) -> None:
         """Compare the bytes of an expert, just read, with its checksum."""
@@ -327,6 +452,84 @@ class SharedExpertCache:
                 "Make the vault again (smoe-mlx shatter)."
             )
         self._checked.add((layer, expert))
+
+    # ---- bets --------------------------------------------------------------------------------
+
+    def may_bet(self, layer: int) -> bool:
+        """Whether `prefetch` for this layer is worth a prediction now."""
+        bank = self._bank_of[layer]
+        return (
+            not bank.holds_all
+            and bank.memory is not None
+            and self.reader.slow
+            and all(bet.reading.done for bet in list(bank.bets.values()))  # else the disk is busy
+            and self._judges[layer].allows()
+        )
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> None:
+        """Start to read those of these experts of a coming layer that are not in memory.
+
+        They take free slots and those of the least recently used experts, but none of the last
+        claim; no other read waits for them. Call it between `claim_few` and `hold`.
+        """
+        bank = self._bank_of[layer]
+        table = bank.tables[layer]
+        busy = self._claimed | bank.bets.keys()
+        missing = [e for e in experts if table[e] < 0 and (layer, e) not in busy]
+        if not missing:
+            return
+        try:
+            mx.eval(self._pending)
+        except Exception:  # not for a bet to decide what becomes of it: see _settle
+            return
+        self._pending = []
+        keep = self._claimed | {(layer, e) for e in experts}
+        try:
+            for e in missing:
+                if not bank.free:
+                    over = [k for k, b in bank.bets.items() if b.judged and k not in keep]
+                    if over:
+                        self._drop(bank, over[0])
+                    else:
+                        self._evict(bank, keep)
+                slot = bank.free.pop()
+                reading = self.reader.reading(self._requests(bank, layer, {e: slot}), bet=True)
+                bank.bets[layer, e] = Bet(slot, reading)
+                self.reader.start(reading)
+                self.stats.bets.issued += 1
+        except LookupError:  # too few slots for bets
+            pass
+        except BaseException:
+            self._repair()  # the claim goes on
+            raise
+
+    def _land(self, bank: _Bank, layer: int, needed: Sequence[int]) -> None:
+        """A layer's turn has come: enter its bets that are there, drop those not even begun."""
+        judge, stats = self._judges[layer], self.stats.bets
+        for key in [k for k in bank.bets if k[0] == layer]:
+            bet, expert = bank.bets[key], key[1]
+            judge.saw(bet, expert in needed)
+            if expert not in needed:
+                if not bet.reading.begun:
+                    self._drop(bank, key)
+            elif bet.reading.done and bet.reading.error is None:
+                stats.used += 1
+                del bank.bets[key]  # if anything fails from here on, `_recover` frees its slot
+                self.reader.finish(bet.reading)
+                self._enter(bank, layer, expert, bet.slot)
+            else:
+                stats.late += 1
+
+    def _drop(self, bank: _Bank, key: Key) -> None:
+        """Give up a bet and free its slot."""
+        bet = bank.bets[key]
+        if bet.reading.begun:
+            self.stats.bets.wasted += 1
+        else:
+            self.stats.bets.cancelled += 1
+        self.reader.cancel(bet.reading)
+        del bank.bets[key]
+        bank.free.append(bet.slot)
 
     # ---- slot lifetime -----------------------------------------------------------------------
 
@@ -361,10 +564,12 @@ class SharedExpertCache:
                     self._abandon(bank)
 
     def _abandon(self, bank: _Bank) -> None:
+        for key in list(bank.bets):
+            self._drop(bank, key)
         bank.forget()
         for layer in {layer for layer, _ in bank.pinned}:
             experts = [e for i, e in bank.pinned if i == layer]
-            self._load(bank, layer, experts, keep=set())
+            self._finish(self._start(bank, layer, experts))
             for e in experts:
                 bank.policy.discard((layer, e))
 
@@ -408,6 +613,7 @@ class SharedExpertCache:
             if bank.holds_all:
                 continue
             used = [slot for table in bank.tables.values() for slot in table if slot >= 0]
+            used += [bet.slot for bet in bank.bets.values()]
             assert len(set(used)) == len(used), "two experts are in one slot"
             assert len(set(bank.free)) == len(bank.free), "a slot is free twice"
             assert not set(bank.free) & set(used), "a free slot is in use"

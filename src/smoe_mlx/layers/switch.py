@@ -5,6 +5,7 @@ with the model's own block. The arithmetic is that of `mlx_lm.models.switch_laye
 operation, with slot numbers in place of expert numbers.
 """
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from mlx_lm.models.switch_layers import SwiGLU, _gather_sort, _scatter_unsort
 
 from ..cache.experts import Arrays, SharedExpertCache
+from .lookahead import Predictor
 
 # mlx-lm sorts the rows by expert from this many (token, expert) pairs on.
 SORT_FROM = 64
@@ -66,6 +68,8 @@ class _StreamingSwitch(nn.Module):
         self._cache = cache
         self._layer = layer
         self._num_experts = cache.layouts[layer].num_experts
+        self._hits_first = True
+        self._bets: tuple[tuple[int, Predictor], ...] = ()
         self._set_true_indices(None)
 
     def _set_true_indices(self, indices: mx.array | None) -> None:
@@ -74,6 +78,17 @@ class _StreamingSwitch(nn.Module):
 
     def _experts(self, arrays: Arrays, x: mx.array, idx: mx.array, in_order: bool) -> mx.array:
         raise NotImplementedError
+
+    def bet(self, bets: Sequence[tuple[int, Predictor]], hits_first: bool) -> None:
+        """How single tokens are decoded.
+
+        Args:
+            bets: (layer, what predicts its experts from this module's x): they are read early.
+            hits_first: compute the experts that are in memory while others are being read.
+        """
+        # Closures in a tuple in a closure: nn.Module would take what they hold for its children.
+        object.__setattr__(self, "_bets", tuple(bets))
+        self._hits_first = hits_first
 
     def expect(self, indices: mx.array) -> None:
         """Routing of the coming call as the router made it: numbers from E on are no experts.
@@ -118,27 +133,62 @@ class _StreamingSwitch(nn.Module):
     def _few(self, x: mx.array, indices: mx.array) -> mx.array:
         """A few rows: what decoding does."""
         cache, layer, shape = self._cache, self._layer, indices.shape
-        ids: Any = indices.tolist()  # the one host read of a layer
-        for _ in shape[1:]:
-            ids = ids[0] if len(ids) == 1 else [e for row in ids for e in row]
+        one_token = indices.size == shape[-1]
+        bets = [
+            (i, predict(x, shape[-1]))
+            for i, predict in self._bets
+            if one_token and cache.may_bet(i)
+        ]
+        if bets:
+            mx.eval(indices, *[predicted for _, predicted in bets])
+        ids = _flat(indices.tolist(), shape)  # the one host read of a layer
         with cache.lock:
             cache.look_after()
             stats = cache.stats.layers[layer]
             stats.calls += 1
-            slots = cache.claim_few(layer, ids)
-            if slots is None:
+            claimed = cache.claim_few(layer, ids, ahead=one_token and self._hits_first)
+            if claimed is None:
                 array = np.array(ids).reshape(shape)
                 waves = cache.waves(layer, array)
                 stats.waves += len(waves)
                 return self._in_waves(x, array, waves)
             stats.waves += 1
-            nested: Any = slots
-            if len(slots) == shape[-1]:  # one token: no need for an operation that reshapes
-                for _ in shape[1:]:
-                    nested = [nested]
-            y = self._in_one(cache.arrays(layer), x, mx.array(nested, mx.uint32).reshape(shape))
+            slots, coming = claimed
+            try:
+                for i, predicted in bets:
+                    cache.prefetch(i, _flat(predicted.tolist(), predicted.shape))
+                if coming:
+                    y = self._in_two(x, ids, slots, coming, shape)
+                else:
+                    y = self._in_one(cache.arrays(layer), x, _shaped(slots, shape))
+            finally:
+                cache.finish_few()
             cache.hold(y)
             return y
+
+    def _in_two(
+        self,
+        x: mx.array,
+        ids: list[int],
+        slots: list[int],
+        coming: Collection[int],
+        shape: tuple[int, ...],
+    ) -> mx.array:
+        """One token, of whose experts some are still being read: compute the others meanwhile."""
+        arrays = self._cache.arrays(self._layer)
+        first = [i for i, e in enumerate(ids) if e not in coming]
+        last = [i for i, e in enumerate(ids) if e in coming]
+        parts = []
+        for places in (first, last):
+            if places is last:
+                self._cache.finish_few()
+            chosen = _shaped([slots[i] for i in places], (*shape[:-1], len(places)))
+            parts.append(self._in_one(arrays, x, chosen))
+            mx.async_eval(parts[0])  # type: ignore[no-untyped-call]
+        back = [0] * len(ids)
+        for at, i in enumerate(first + last):
+            back[i] = at
+        return mx.take(mx.concatenate(parts, axis=-2), mx.array(back, mx.uint32), axis=-2)
 
     def _without_zero_experts(self, ids: np.ndarray) -> np.ndarray:
         """Replace what is no expert by one that is needed or in memory anyway; its weight is 0."""
@@ -188,6 +238,22 @@ class _StreamingSwitch(nn.Module):
         back[np.concatenate(orders)] = np.arange(flat.size, dtype=np.uint32)
         y = mx.concatenate(outputs)[mx.array(back)]
         return y.reshape(*ids.shape, y.shape[-1])
+
+
+def _flat(nested: Any, shape: tuple[int, ...]) -> list[int]:
+    """The numbers of an array's `tolist()`, in one list."""
+    for _ in shape[1:]:
+        nested = nested[0] if len(nested) == 1 else [e for row in nested for e in row]
+    return nested  # type: ignore[no-any-return]
+
+
+def _shaped(slots: list[int], shape: tuple[int, ...]) -> mx.array:
+    nested: Any = slots
+    if len(slots) == shape[-1]:  # one token: no need for an operation that reshapes
+        for _ in shape[1:]:
+            nested = [nested]
+        return mx.array(nested, mx.uint32)
+    return mx.array(slots, mx.uint32).reshape(shape)
 
 
 class StreamingSwitchGLU(_StreamingSwitch):

@@ -13,11 +13,9 @@ import fcntl
 import mmap
 import operator
 import os
-import queue
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +23,7 @@ import numpy as np
 
 from ..errors import CheckpointChangedError, ExpertReadError
 from .files import OpenFile
+from .streamer import Reading, Streamer
 
 IO_MODES = ("pread", "direct", "mmap")
 PAGE = 4096
@@ -90,54 +89,6 @@ def merge(requests: Sequence[ReadRequest]) -> list[_Read]:
 
 
 _place = operator.itemgetter(0, 1)
-
-
-class _Batch:
-    """Reads that are worked off by the caller and by worker threads together."""
-
-    def __init__(self, reads: Sequence[_Read]):
-        self.todo = deque(reads)
-        self.changed = threading.Condition()
-        self.helpers = 0  # threads that may be reading; counted before they take anything
-        self.error: BaseException | None = None
-
-    def work(self, files: Sequence["_File"]) -> None:
-        """Read until nothing is left; the first error stops all."""
-        try:
-            while self.todo:
-                try:
-                    read = self.todo.popleft()
-                except IndexError:
-                    return
-                files[read.file].read(read)
-        except BaseException as e:
-            self.stop(e)
-
-    def help(self, files: Sequence["_File"]) -> None:
-        """What a worker thread does."""
-        with self.changed:
-            self.helpers += 1
-        self.work(files)
-        with self.changed:
-            self.helpers -= 1
-            self.changed.notify_all()
-
-    def stop(self, error: BaseException) -> None:
-        """Let no further read start; those under way end by themselves."""
-        self.error = self.error or error
-        self.todo.clear()
-
-    def wait(self) -> None:
-        """Let nothing start any more, and return when no helper is reading, come what may."""
-        while True:
-            try:
-                self.todo.clear()
-                with self.changed:
-                    while self.helpers:
-                        self.changed.wait()
-                return
-            except KeyboardInterrupt as e:
-                self.stop(e)
 
 
 def _without(buffers: list[memoryview], n: int) -> list[memoryview]:
@@ -291,49 +242,10 @@ class _File:
             self.own_fd = -1
 
 
-def _serve(batches: "queue.SimpleQueue[_Batch | None]", files: list[_File]) -> None:
-    while (batch := batches.get()) is not None:
-        batch.help(files)
-        del batch  # its errors hold tracebacks, and these the caller's memory
-
-
-class _Pool:
-    """Threads that help with batches. Holds no reference to the reader, which can be freed."""
-
-    def __init__(self, threads: int):
-        self.size = threads
-        self._forget()
-
-    def _forget(self) -> None:
-        self.batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
-        self.threads: list[threading.Thread] = []
-        self.pid = os.getpid()
-
-    def help_with(self, batch: _Batch, files: list[_File]) -> None:
-        if self.pid != os.getpid():  # after a fork the threads are gone
-            self._forget()
-        helpers = min(self.size, len(batch.todo) - 1)
-        while len(self.threads) < helpers:
-            t = threading.Thread(
-                target=_serve, args=(self.batches, files), name="smoe-reader", daemon=True
-            )
-            try:
-                t.start()
-            except RuntimeError:  # no more threads to be had: go on with those that are there
-                break
-            self.threads.append(t)
-        for _ in range(min(helpers, len(self.threads))):
-            self.batches.put(batch)
-
-    def stop(self, files: list[_File]) -> None:
-        if self.pid == os.getpid():
-            for _ in self.threads:
-                self.batches.put(None)
-            for t in self.threads:
-                t.join()
-            self.threads = []
-        for f in files:
-            f.close()
+def _close_all(streamer: Streamer, files: list[_File]) -> None:
+    streamer.stop()
+    for f in files:
+        f.close()
 
 
 class ExpertReader:
@@ -349,14 +261,28 @@ class ExpertReader:
     def __init__(self, files: Sequence[OpenFile], threads: int = 8, io: str = "pread"):
         if io not in IO_MODES:
             raise ValueError(f"io={io!r}: one of {', '.join(IO_MODES)}")
-        self._files = [_File(f, io) for f in files]
-        self._pool = _Pool(threads)
+        files_ = self._files = [_File(f, io) for f in files]
+
+        def read_one(read: _Read) -> None:
+            files_[read.file].read(read)
+
+        self._read_one = read_one
+        self._streamer = Streamer(read_one, threads)
         self._slow, self._calls = True, 0  # how the last reads went
         refused = io == "direct" and any(f.own_fd < 0 for f in self._files)
         self.io = "pread" if refused else io
         self.stats = ReaderStats()
         # Joins the threads when the reader is freed, and at exit, before the interpreter goes.
-        self.close = weakref.finalize(self, self._pool.stop, self._files)
+        self.close = weakref.finalize(self, _close_all, self._streamer, self._files)
+
+    @property
+    def threads(self) -> int:
+        return self._streamer.size
+
+    @property
+    def slow(self) -> bool:
+        """Whether reads take long enough, lately, for other work to be done meanwhile."""
+        return self._slow and self._streamer.size > 0
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Fill every request's buffer; return when all are full.
@@ -366,63 +292,97 @@ class ExpertReader:
             CheckpointChangedError: a file is no longer the one that was opened.
         No read is under way any more when this returns or raises, whatever the reason.
         """
+        self.finish(self.reading(requests))
+
+    def reading(self, requests: Sequence[ReadRequest], bet: bool = False) -> Reading:
+        """What is to be read, not begun yet. A bet yields to all that is not one."""
+        return Reading(merge(requests), bet)
+
+    def start(self, reading: Reading) -> None:
+        """Let threads begin; `finish` or `cancel` must follow."""
+        if self.close.alive:
+            self._streamer.add(reading)
+
+    def finish(self, *readings: Reading) -> None:
+        """Return when all of these readings are there; errors and promise of `read`."""
+        start = time.perf_counter()
+        try:
+            try:
+                self._work(readings)
+            except BaseException as e:
+                for reading in readings:
+                    reading.stop(e)
+            finally:
+                self._wait(readings)
+        finally:
+            self._wait(readings)  # once more, if an interrupt hit the first
+            self.stats.wait_seconds += time.perf_counter() - start
+        for reading in readings:
+            if reading.error is not None:
+                if isinstance(reading.error, ExpertReadError):
+                    self._check_unchanged(reading)  # the better explanation of a short read
+                raise reading.error
+            self._check_unchanged(reading)
+            self._count(reading.reads)
+
+    def cancel(self, reading: Reading) -> None:
+        """Read no more of it; return when no thread is at it."""
+        done = reading.reads[: len(reading.reads) - len(reading.todo)]  # taken in this order
+        self._wait([reading])
+        self._count(done)
+
+    def _work(self, readings: Sequence[Reading]) -> None:
+        """Take part in readings until nothing is left to begin."""
         if not self.close.alive:
             raise ExpertReadError(errno.EBADF, "this model was closed; load it again")
-        start = time.perf_counter()
-        reads = merge(requests)
-        try:
-            left = self._read_alone(reads)
-            if left:
-                self._read_together(left)
-        except ExpertReadError:
-            self._check_unchanged(reads)  # the better explanation of a short read
-            raise
-        finally:
-            self.stats.wait_seconds += time.perf_counter() - start
-        self._check_unchanged(reads)
-        self.stats.requests += len(requests)
+        for reading in readings:
+            if reading.pid != os.getpid():
+                raise ExpertReadError(errno.EIO, "a read was under way when the process forked")
+            if reading.bet:
+                self._streamer.promote(reading)
+        for reading in readings:
+            if not reading.queued and self._read_alone(reading):
+                self._streamer.add(reading)
+            reading.work(self._read_one)
+
+    def _wait(self, readings: Sequence[Reading]) -> None:
+        for reading in readings:
+            if not reading.done:
+                reading.quiet()
+            if reading.queued:
+                self._streamer.forget(reading)
+
+    def _count(self, reads: Sequence[_Read]) -> None:
         self.stats.reads += len(reads)
+        self.stats.requests += sum([len(r.labels) for r in reads])
         self.stats.bytes += sum([r.nbytes for r in reads])
 
-    def _check_unchanged(self, reads: list[_Read]) -> None:
-        for i in {r.file for r in reads}:
+    def _check_unchanged(self, reading: Reading) -> None:
+        for i in {r.file for r in reading.reads}:
             self._files[i].source.check_unchanged()
 
-    def _read_alone(self, reads: list[_Read]) -> list[_Read]:
-        """Read on this thread until two reads turn out to be slow; returns what is left to read.
+    def _read_alone(self, reading: Reading) -> bool:
+        """Read on this thread until two reads turn out to be slow; True if some are left to read.
 
         While they have been slow, that is only tried now and then: waiting for reads one by one is
         what the threads are there to avoid.
         """
         self._calls += 1
-        if not self._pool.size or len(reads) == 1:
-            for read in reads:
-                self._files[read.file].read(read)
-            return []
-        if self._slow and self._calls % TRY_ALONE_EVERY:
-            return reads
-        slow, before = 0, time.perf_counter()
-        for i, read in enumerate(reads, start=1):
-            self._files[read.file].read(read)
+        alone = not self._streamer.size or len(reading.todo) == 1
+        if self._slow and self._calls % TRY_ALONE_EVERY and not alone:
+            return True
+        slow = count = 0
+        before = time.perf_counter()
+        while reading.todo:
+            self._read_one(reading.todo.popleft())
             now = time.perf_counter()
             slow += now - before > SLOW_SECONDS
-            if slow == 2:
+            count += 1
+            if slow == min(2, len(reading.reads)):
                 self._slow = True
-                return reads[i:]
+                if not alone:
+                    return bool(reading.todo)
             before = now
-        self._slow = False
-        return []
-
-    def _read_together(self, reads: list[_Read]) -> None:
-        """Read on this thread and on those of the pool."""
-        batch = _Batch(reads)
-        try:
-            try:
-                self._pool.help_with(batch, self._files)
-                batch.work(self._files)
-            finally:
-                batch.wait()
-        finally:
-            batch.wait()  # once more, if an interrupt hit the first
-        if batch.error is not None:
-            raise batch.error
+        if count:
+            self._slow = slow >= min(2, count)
+        return False

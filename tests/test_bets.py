@@ -1,0 +1,480 @@
+"""Reading ahead: bets, hits first, lookahead. None of it may change a result or lose a slot."""
+
+import errno
+import sys
+import threading
+import time
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import CONFIGS, STREAMED, random_tokens, resident, same_bits
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+from test_cache import COUNTS, Model, interrupt_at_line, lazy_sum, true_sum
+
+from smoe_mlx import ExpertReadError, StreamingConfig, stats
+from smoe_mlx.cache.bets import TRY_EVERY, Judge
+from smoe_mlx.cache.experts import SharedExpertCache
+from smoe_mlx.generate import generate_step
+from smoe_mlx.layers.lookahead import make_predictor
+from smoe_mlx.load import load_model
+from smoe_mlx.store.reader import ExpertReader
+from smoe_mlx.store.streamer import Reading, Streamer
+
+TOKENS = random_tokens(40)
+
+
+class SlowReader(ExpertReader):
+    """A reader that thinks of its disk as slow; reads take as long as they are told to."""
+
+    seconds = 0.0
+    fail: BaseException | None = None
+    gate: threading.Event | None = None
+
+    def __init__(self, files, threads=2, io="pread"):
+        super().__init__(files, threads, io)
+        read_one = self._read_one
+
+        def slowly(read):
+            if self.gate is not None:
+                self.gate.wait(10)
+            time.sleep(self.seconds)
+            if self.fail is not None:
+                raise self.fail
+            read_one(read)
+
+        self._read_one = self._streamer.read_one = slowly
+
+    slow = True
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    model = Model(tmp_path_factory.mktemp("bets"))
+    model.reader.close()
+    model.reader = SlowReader(model.checkpoint.files)
+    yield model
+    model.reader.close()
+    model.checkpoint.close()
+
+
+def make(model, slots_a=5, slots_b=3) -> SharedExpertCache:
+    model.reader.fail, model.reader.seconds, model.reader.gate = None, 0.0, None
+    banks = [((0, 1), slots_a), ((2,), slots_b)]
+    return SharedExpertCache(model.layouts, banks, model.reader, debug=True)
+
+
+def decode(cache, layer, ids, bets=(), ahead=True):
+    """What a streaming module does for one token; returns (slots, experts that came late)."""
+    with cache.lock:
+        claimed = cache.claim_few(layer, ids, ahead=ahead)
+        assert claimed is not None
+        try:
+            for to, experts in bets:
+                cache.prefetch(to, experts)
+        finally:
+            cache.finish_few()
+        return claimed
+
+
+def bytes_are_right(model, cache, layer, ids, slots):
+    for e, slot in zip(ids, slots, strict=True):
+        assert cache.table(layer)[e] == slot
+    model.assert_in_slots(cache, layer, ids)
+
+
+def land(cache):
+    """Wait for all bets to be read."""
+    deadline = time.time() + 10
+    while not all(b.reading.done for bank in cache._banks for b in bank.bets.values()):
+        assert time.time() < deadline
+        time.sleep(0.001)
+
+
+# ---- the cache -----------------------------------------------------------------------------------
+
+
+class BetMachine(RuleBasedStateMachine):
+    """Whatever is bet on, claimed, held and failed, in whatever order: bytes are right."""
+
+    model: Model
+
+    @initialize(slots_a=st.integers(2, 8), slots_b=st.integers(1, 5), slow=st.booleans())
+    def make(self, slots_a, slots_b, slow):
+        self.cache = make(self.model, slots_a, slots_b)
+        self.model.reader.seconds = 0.001 * slow
+        self.held = []
+
+    def room(self, layer):
+        return self.cache._bank_of[layer].slots
+
+    @rule(data=st.data(), layer=st.integers(0, 2), ahead=st.booleans(), fails=st.booleans())
+    def decode(self, data, layer, ahead, fails):
+        one = st.integers(0, COUNTS[layer] - 1)
+        ids = data.draw(st.lists(one, min_size=1, max_size=4))
+        bets = []
+        for to in data.draw(st.lists(st.integers(0, 2), max_size=2)):
+            one = st.integers(0, COUNTS[to] - 1)
+            bets.append((to, data.draw(st.lists(one, min_size=1, max_size=4, unique=True))))
+        if len(set(ids)) > self.room(layer):
+            assert self.cache.claim_few(layer, ids) is None
+            return
+        if fails:
+            self.model.reader.fail = ExpertReadError(errno.EIO, "injected")
+        try:
+            slots, _ = decode(self.cache, layer, ids, bets, ahead)
+            bytes_are_right(self.model, self.cache, layer, ids, slots)
+        except ExpertReadError:
+            pass  # injected here, or in a bet before
+        finally:
+            self.model.reader.fail = None
+
+    @rule(which=st.integers(0, 100))
+    def hold(self, which):
+        # What is in memory depends on the threads, what hypothesis draws must not.
+        keys = sorted(k for b in self.cache._banks for k in b.owners().values())
+        if not keys:
+            return
+        layer, e = keys[which % len(keys)]
+        with self.cache.lock:
+            y = lazy_sum(self.cache, layer, e)
+            self.cache.hold(y)
+        self.held.append((y, true_sum(self.model, layer, e)))
+
+    @rule(layer=st.integers(0, 2))
+    def pin(self, layer):
+        bank = self.cache._bank_of[layer]
+        if len(bank.pinned | {(layer, 0)}) < bank.slots:
+            try:
+                self.cache.pin(layer, [0])
+                self.cache.unpin(layer, [0])
+            except ExpertReadError:
+                pass
+
+    @rule()
+    def evaluate(self):
+        for y, expected in self.held:
+            assert y.item() == expected
+        self.held = []
+
+    @invariant()
+    def everything_agrees(self):
+        self.cache.check()
+        for bank in self.cache._banks:
+            for layer, e in bank.owners().values():
+                self.model.assert_in_slots(self.cache, layer, [e])
+
+    def teardown(self):
+        if hasattr(self, "held"):
+            self.evaluate()
+            for bank in self.cache._banks:
+                for key in list(bank.bets):
+                    self.cache._drop(bank, key)
+
+
+def test_bets_and_claims_in_any_order(model):
+    BetMachine.model = model
+    run_state_machine_as_test(
+        BetMachine,
+        settings=settings(
+            max_examples=60, stateful_step_count=30, deadline=None, phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )  # fmt: skip
+
+
+def test_a_bet_that_is_needed_is_a_hit(model):
+    cache = make(model, slots_a=8)
+    decode(cache, 0, [0, 1], bets=[(1, [2, 3])])
+    land(cache)
+    before = model.reader.stats.requests
+    slots, late = decode(cache, 1, [3, 2])
+    assert not late
+    bytes_are_right(model, cache, 1, [3, 2], slots)
+    assert cache.stats.layers[1].hits == 2
+    assert (cache.stats.bets.issued, cache.stats.bets.used) == (2, 2)
+    assert model.reader.stats.requests - before == 2 * 2
+
+
+def test_a_bet_that_is_still_being_read_is_waited_for_and_read_once(model):
+    cache = make(model, slots_a=8)
+    decode(cache, 0, [0])
+    before = model.reader.stats.requests
+    model.reader.gate = threading.Event()
+    with cache.lock:
+        cache.claim_few(0, [0])
+        cache.prefetch(1, [2])
+    threading.Timer(0.05, model.reader.gate.set).start()
+    slots, _ = decode(cache, 1, [2])
+    bytes_are_right(model, cache, 1, [2], slots)
+    assert cache.stats.bets.late == 1
+    assert cache.stats.layers[1].misses == 1
+    assert model.reader.stats.requests - before == 2
+
+
+class Gated:
+    """A streamer of one thread that waits at a gate in its first read, and notes the order."""
+
+    def __init__(self):
+        self.order, self.gate = [], threading.Event()
+        self.streamer = Streamer(self.read_one, threads=1)
+
+    def read_one(self, read):
+        self.order.append(read)
+        assert self.gate.wait(10)
+
+    def add(self, *reads, bet=True):
+        reading = Reading(reads, bet)
+        self.streamer.add(reading)
+        return reading
+
+    def until(self, condition):
+        deadline = time.time() + 10
+        while not condition():
+            assert time.time() < deadline
+            time.sleep(0.001)
+
+
+def test_a_demand_goes_before_bets():
+    g = Gated()
+    bets = g.add("bet 1", "bet 2", "bet 3")
+    g.until(lambda: g.order)
+    demand = g.add("a", "b", bet=False)
+    g.gate.set()
+    g.until(lambda: demand.done)
+    time.sleep(0.01)
+    assert g.order == ["bet 1", "a", "b"]  # no bet while somebody still waits
+    g.streamer.forget(demand)
+    g.until(lambda: bets.done)
+    assert g.order == ["bet 1", "a", "b", "bet 2", "bet 3"]
+    g.streamer.stop()
+
+
+def test_a_bet_that_is_promoted_overtakes_others():
+    g = Gated()
+    first, second = g.add("1"), g.add("2")
+    g.until(lambda: g.order)
+    needed = g.add("3")
+    g.streamer.promote(needed)
+    g.gate.set()
+    g.until(lambda: needed.done)
+    assert g.order == ["1", "3"]
+    g.streamer.forget(needed)
+    g.until(lambda: first.done and second.done)
+    assert g.order == ["1", "3", "2"]
+    g.streamer.stop()
+
+
+def test_bets_evict_nothing_that_the_claim_needs(model):
+    cache = make(model, slots_a=3)
+    decode(cache, 0, [0, 1])
+    slots, _ = decode(cache, 0, [0, 1], bets=[(1, [0, 1, 2, 3])])
+    bytes_are_right(model, cache, 0, [0, 1], slots)
+    assert cache.stats.bets.issued == 1
+
+
+def test_wrong_bets_give_their_slots_back(model):
+    cache = make(model, slots_a=4)
+    decode(cache, 0, [0], bets=[(1, [1, 2])])
+    land(cache)
+    decode(cache, 1, [0])
+    for e in range(4):
+        decode(cache, 1, [e])
+        decode(cache, 0, [e % COUNTS[0]])
+    assert cache.stats.bets.used + cache.stats.bets.wasted == 2
+    assert not cache._bank_of[0].bets
+
+
+def test_a_failed_bet_costs_nothing_until_it_is_needed(model):
+    cache = make(model, slots_a=6)
+    decode(cache, 0, [0])
+    model.reader.fail = ExpertReadError(errno.EIO, "injected")
+    decode(cache, 0, [0], bets=[(1, [1])])
+    land(cache)
+    slots, _ = decode(cache, 0, [0])
+    bytes_are_right(model, cache, 0, [0], slots)
+    with pytest.raises(ExpertReadError):
+        decode(cache, 1, [1])
+    model.reader.fail = None
+    slots, _ = decode(cache, 1, [1])
+    bytes_are_right(model, cache, 1, [1], slots)
+
+
+def test_an_interrupt_at_any_line_while_betting_loses_no_slot(model):
+    for n in range(1, 1000):
+        cache = make(model, slots_a=4)
+        cache._debug = False
+        decode(cache, 0, [0, 1], bets=[(1, [2])])
+        land(cache)
+        where = interrupt_at_line(
+            n, lambda cache=cache: decode(cache, 1, [2, 3, 2], bets=[(0, [2]), (1, [1])])
+        )
+        decode(cache, 1, [2, 3])
+        cache.check()
+        for bank in cache._banks:
+            for layer, e in bank.owners().values():
+                model.assert_in_slots(cache, layer, [e])
+        decode(cache, 0, [0, 1, 2, 3])
+        model.assert_in_slots(cache, 0, [0, 1, 2, 3])
+        if where is None:
+            break
+    assert n > 60
+
+
+def test_a_layer_whose_bets_are_wrong_stops_and_tries_again():
+    judge = Judge()
+
+    class Made:
+        judged = False
+
+    for _ in range(100):
+        bet = Made()
+        judge.saw(bet, False)
+        judge.saw(bet, True)  # judged once
+    assert sum(judge.allows() for _ in range(TRY_EVERY)) == 1
+    for _ in range(100):
+        judge.saw(Made(), True)
+    assert all(judge.allows() for _ in range(10))
+
+
+def test_without_threads_there_are_no_bets(model):
+    reader = ExpertReader(model.checkpoint.files, threads=0)
+    cache = SharedExpertCache(model.layouts, [((0, 1), 5), ((2,), 3)], reader, debug=True)
+    slots, late = decode(cache, 0, [0, 1])
+    assert not late
+    assert not cache.may_bet(1)
+    bytes_are_right(model, cache, 0, [0, 1], slots)
+    reader.close()
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Every reader says that its disk is slow, so that all the ways to read ahead are taken."""
+    monkeypatch.setattr(sys.modules["smoe_mlx.load"], "ExpertReader", SlowReader)
+
+
+WAYS = {
+    "hits first": {"lookahead": False},
+    "lookahead": {"hits_first": False},
+    "both": {},
+    "spec": {"spec": 2},
+    "none": {"hits_first": False, "lookahead": False},
+}
+
+
+@pytest.mark.parametrize("arch", STREAMED)
+def test_reading_ahead_changes_no_bit(arch, tiny, slow_disk):
+    folder = tiny(arch, "affine")
+    reference = resident(folder)
+    expected = list(step_logits(reference))
+    for way in ("both", "spec"):
+        for slots in (0.5, 3):
+            config = StreamingConfig(slots=slots, debug=True, **WAYS[way])
+            model, _ = load_model(folder, config=config)
+            for a, b in zip(step_logits(model), expected, strict=True):
+                assert same_bits(a, b), (way, slots)
+
+
+def step_logits(model, n=10):
+    """Logits of a few tokens, one by one, behind a short prompt."""
+    if hasattr(model, "make_cache"):
+        cache = model.make_cache()
+    else:
+        from mlx_lm.models.cache import make_prompt_cache
+
+        cache = make_prompt_cache(model)
+    yield model(mx.array([TOKENS[:5]]), cache=cache)
+    for t in TOKENS[5 : 5 + n]:
+        y = model(mx.array([[t]]), cache=cache)
+        mx.eval(y)
+        yield y
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_on_the_demo(way, slow_disk):
+    """Real routing: bits as mlx-lm's, and the ways are really taken."""
+    from pathlib import Path
+
+    import smoe_mlx
+
+    demo = Path(smoe_mlx.__file__).parent / "demo"
+    config = StreamingConfig(slots=0.25, debug=True, **WAYS[way])
+    model, _ = load_model(demo, config=config)
+    reference = resident(demo)
+    prompt = mx.array(TOKENS[:20])
+    expected = [t for t, _ in generate_step(prompt, model, max_tokens=24)]
+    from mlx_lm.generate import generate_step as mlx_step
+
+    assert [int(t) for t, _ in zip_first(mlx_step(prompt, reference, max_tokens=24))] == expected
+    bets = stats(model).bets
+    ahead = way in ("lookahead", "both", "spec")
+    assert (bets.issued > 0) == ahead
+    assert (bets.used + bets.late > 0) == ahead
+
+
+def zip_first(steps):
+    return ((t, logprobs) for t, logprobs in steps)
+
+
+def test_hits_are_computed_before_misses_are_there(tiny, slow_disk, monkeypatch):
+    """The order of events: hits are under way when the claim waits for the rest."""
+    config = StreamingConfig(slots=0.5, lookahead=False, debug=True)
+    model, _ = load_model(tiny("qwen3_moe", "affine"), config=config)
+    list(step_logits(model, 3))
+    events = []
+    cache = model._streaming.cache
+    finish, evaluate = cache.finish_few, mx.async_eval
+    monkeypatch.setattr(cache, "finish_few", lambda: (events.append("wait"), finish())[1])
+    monkeypatch.setattr(mx, "async_eval", lambda *a: (events.append("go"), evaluate(*a))[1])
+    list(step_logits(model, 20))
+    assert "go" in events
+    assert all(events[i + 1] == "wait" for i, e in enumerate(events[:-1]) if e == "go" and i % 2)
+    first = events.index("go")
+    assert events[first + 1] == "wait"
+
+
+@pytest.mark.parametrize("arch", STREAMED)
+def test_predictors_answer_with_experts(arch, tiny):
+    model, _ = load_model(tiny(arch, "affine"), config=StreamingConfig(slots=0.5))
+    modules = [
+        (path, m) for path, m in model.named_modules() if type(m).__name__.startswith("Streaming")
+    ]
+    found = [b for _, m in modules for b in m._bets]
+    without = {"deepseek_v41", "gemma4", "gemma4_text", "kimi_k3", "nemotron_h_latent",
+               "longcat_flash", "longcat_flash_ngram"}  # fmt: skip
+    assert bool(found) == (len(modules) > 1 and arch not in without), (len(modules), len(found))
+    cache = model._streaming.cache
+    for layer, predict in found:
+        x = mx.random.normal((1, 1, dims_of(cache.layouts[layer])))
+        ids = np.array(predict(x, 2))
+        assert ids.size >= 2
+        assert ids.min() >= 0
+        assert ids.max() < cache.layouts[layer].num_experts
+
+
+def dims_of(layout) -> int:
+    """D: what the last projection puts out."""
+    down = next(t for t in layout.tensors if t.name in ("down_proj.weight", "fc2.weight"))
+    return down.shape[0]
+
+
+def test_a_prediction_is_the_next_gate_on_this_input(tiny):
+    """With equal norms, it is what the next layer's gate says of the same vector."""
+    model, _ = load_model(tiny("qwen3_moe", None), config=StreamingConfig(slots=0.5))
+    here, there = (f"model.layers.{i}.mlp.switch_mlp" for i in (0, 1))
+    predict = make_predictor(model, here, there, CONFIGS["qwen3_moe"]["hidden_size"], 8)
+    x = mx.random.normal((1, 1, CONFIGS["qwen3_moe"]["hidden_size"]))
+    a, b = (model.model.layers[i].post_attention_layernorm.weight for i in (0, 1))
+    scores = np.array(model.model.layers[1].mlp.gate(x * (b / a)))[0, 0]
+    assert set(np.array(predict(x, 3)).ravel()) == set(np.argsort(scores)[-3:])
