@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from .cache.policy import POLICIES
 from .errors import BudgetError
 from .store.reader import IO_MODES
 
@@ -45,6 +46,7 @@ class StreamingConfig:
             where the memory asks for it.
         threads: reads that may be under way beside the calling thread's own.
         io: how experts are read: "pread", "direct" (past the page cache) or "mmap".
+        policy: which expert makes room for another: "lru" or "lfu" (docs/policies.md).
         check: compare each record of a vault with its checksum when it is first read.
         debug: check the cache's bookkeeping at every step (slow).
     """
@@ -55,6 +57,7 @@ class StreamingConfig:
     prefill_step: int | None = None
     threads: int = 8
     io: str = "pread"
+    policy: str = "lru"
     check: bool = False
     debug: bool = False
 
@@ -75,6 +78,8 @@ class StreamingConfig:
                 raise BudgetError(f"slots={self.slots}: at least 1")
         if self.io not in IO_MODES:
             raise ValueError(f"io={self.io!r}: one of {', '.join(IO_MODES)}")
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy={self.policy!r}: one of {', '.join(POLICIES)}")
         for name, least in (("context", 1), ("prefill_step", 1), ("threads", 0)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < least):
