@@ -334,11 +334,11 @@ def _responses(args: argparse.Namespace, model: Any, tokenizer: Any) -> Iterator
 def run_trace(args: argparse.Namespace) -> None:
     text = None if args.file is None else _read_text(args.file)
     model, tokenizer = _load(args)
+    prompt_tokens = 0
     with Recorder(model, _model(args)) as recorder:
         if text is None:
-            for n, response in enumerate(_responses(args, model, tokenizer)):
-                if n == 0:
-                    recorder.prompt_ends(response.prompt_tokens)
+            *_, last = _responses(args, model, tokenizer)
+            prompt_tokens = last.prompt_tokens
         else:
             tokens = tokenizer.encode(text)[: args.max_tokens]
             window = streaming_of(model).plan.context
@@ -346,7 +346,7 @@ def run_trace(args: argparse.Namespace) -> None:
                 force(model, tokens, window), total=len(tokens), unit=" tokens", disable=args.quiet
             ):
                 pass
-    trace = recorder.trace()
+    trace = recorder.trace(prompt_tokens)
     trace.save(args.output)
     if not args.quiet:
         print(f"{args.output}: {trace.tokens:,} tokens. Replay it: smoe-mlx replay {args.output}")

@@ -171,7 +171,7 @@ def _is_whole(value: Any, limit: int) -> bool:
 class Recorder:
     """Records the routing of a streamed model between `with Recorder(model) as r:` and its end.
 
-    Call `prompt_ends` when the prompt has passed; `trace` gives what was recorded.
+    `trace` gives what was recorded.
 
     Raises:
         UnsupportedModelError: the model was not loaded by `smoe_mlx.load`.
@@ -183,7 +183,6 @@ class Recorder:
         self._top_k = [0] * len(self._streaming.cache.layouts)
         self._calls: list[tuple[int, int]] = []
         self._ids: list[np.ndarray] = []
-        self._prompt = (0, 0)
 
     def __enter__(self) -> "Recorder":
         self._streaming.cache.trace = self._record
@@ -207,33 +206,33 @@ class Recorder:
         self._calls.append((layer, ids.size // k))
         self._ids.append(ids.astype(np.int32).ravel())
 
-    def prompt_ends(self, tokens: int) -> None:
-        """All that was recorded so far is the prompt of `tokens` tokens."""
-        self._prompt = (tokens, len(self._calls))
-
-    def trace(self) -> Trace:
-        """What was recorded.
+    def trace(self, prompt_tokens: int = 0) -> Trace:
+        """What was recorded, of which the first `prompt_tokens` tokens were the prompt.
 
         Raises:
             TraceError: the model was not run.
         """
         if not self._calls:
             raise TraceError("nothing was recorded: the model was not run")
+        calls = np.array(self._calls, np.int32)
+        # Generation may be a token ahead of what it has given out, so count tokens, not calls: the
+        # prompt ends where the first layer is called after it has seen all of it.
+        first = np.flatnonzero(calls[:, 0] == calls[0, 0])
+        seen = np.cumsum(calls[first, 1]) - calls[first, 1]
+        after = first[seen >= prompt_tokens]
+        prompt_calls = int(after[0]) if len(after) else len(calls)
         layouts, plan = self._streaming.cache.layouts, self._streaming.plan
         bank_of = {layer: i for i, bank in enumerate(plan.banks) for layer in bank.layers}
-        calls = np.array(self._calls, np.int32)
-        # A layer may see fewer tokens than the model did, never more.
-        decoded = calls[self._prompt[1] :]
-        most = np.bincount(decoded[:, 0], decoded[:, 1], len(layouts)).max() if len(decoded) else 0
+        decoded = int(calls[first[first >= prompt_calls], 1].sum())
         return Trace(
             model=self._name,
             num_experts=tuple(x.num_experts for x in layouts),
             top_k=tuple(self._top_k),
             expert_nbytes=tuple(x.expert_nbytes for x in layouts),
             banks=tuple(bank_of[i] for i in range(len(layouts))),
-            tokens=self._prompt[0] + int(most),
-            prompt_tokens=self._prompt[0],
-            prompt_calls=self._prompt[1],
+            tokens=prompt_tokens + decoded,
+            prompt_tokens=prompt_tokens,
+            prompt_calls=prompt_calls,
             calls=calls,
             ids=np.concatenate(self._ids),
         )

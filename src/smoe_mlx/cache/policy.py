@@ -66,9 +66,10 @@ class LFU:
 
     A key's weight is the sum of 2^-(age of the use / half-life) over all its uses, those before an
     eviction included (LRFU, Lee et al. 2001). Age is counted in passes through the layers; the
-    half-life is as long as it takes to use twice as many keys as there are candidates. Weights are
-    compared at the moment when a key can be used next: a layer that this pass has behind it has its
-    next chance a pass later than one ahead (layered LRU, Angelopoulos et al. 2025).
+    half-life is as long as it takes to use twice as many keys as there are candidates, but at least
+    a pass: a prompt that uses every expert ages the others by one. Weights are compared at the
+    moment when a key can be used next: a layer that this pass has behind it has its next chance a
+    pass later than one ahead (layered LRU, Angelopoulos et al. 2025).
     """
 
     TURNOVERS = 2  # a half-life, in uses for each candidate
@@ -94,8 +95,8 @@ class LFU:
                 self._next_pass()
             self._layer = layer
             self._stale.add(layer)
-        elif self._uses > self.TURNOVERS * len(self._candidates):
-            self._next_pass()  # a single layer: nothing else tells
+        elif self._uses > self.TURNOVERS * len(self._candidates) and len(self._heaps) == 1:
+            self._next_pass()  # a single layer never goes back to an earlier one
         self._uses += 1
         self._weights[key] = self._weights.get(key, 0.0) + self._unit
         if key not in self._candidates:
