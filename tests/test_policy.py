@@ -189,6 +189,14 @@ def test_lfu_takes_of_equals_the_one_whose_next_chance_is_furthest_away():
     lfu.touch((3, 1))
     assert lfu.victim({(2, 0), (3, 0)}) == (3, 1)
 
+    lfu = LFU()
+    for layer in (0, 0, 1, 1, 2, 2):  # twice as many uses as keys: a pass halves
+        lfu.touch((layer, 0))
+    lfu.touch((0, 1))
+    lfu.touch((0, 1))
+    # (0, 1) weighs twice as much as the others, and as much when layer 0 comes again.
+    assert lfu.victim({(0, 0)}) == (0, 1)
+
 
 def test_lfu_of_a_single_layer_forgets():
     lfu = LFU()

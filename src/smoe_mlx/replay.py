@@ -145,21 +145,19 @@ def belady(
         uses.append([following.get(key, NEVER) for key in calls[i]])
         following.update(dict.fromkeys(calls[i], i))
     uses.reverse()
-    resident = {key: following.get(key, NEVER) for key in start}
-    furthest = [(-use, key) for key, use in resident.items()]
+    resident = set(start)
+    furthest = [(-following.get(key, NEVER), key) for key in resident]
     heapq.heapify(furthest)
     hits, misses = Counter[int](), Counter[int]()
 
     def shrink(keep: Sequence[Key]) -> None:
         kept = []
         while len(resident) > slots:
-            use, key = entry = heapq.heappop(furthest)
-            if resident.get(key) != -use:
-                continue  # used since, or gone
-            if key in keep:
+            entry = heapq.heappop(furthest)  # uses that are past come last and are never reached
+            if entry[1] in keep:
                 kept.append(entry)
             else:
-                del resident[key]
+                resident.remove(entry[1])
         for entry in kept:
             heapq.heappush(furthest, entry)
 
@@ -168,7 +166,7 @@ def belady(
         for key in keys:
             (hits if key in resident else misses)[key[0]] += 1
         for key, use in zip(keys, nexts, strict=True):
-            resident[key] = use
+            resident.add(key)
             heapq.heappush(furthest, (-use, key))
         shrink(keys if len(keys) <= slots else ())
     return hits, misses
