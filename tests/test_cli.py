@@ -125,6 +125,7 @@ def test_version_and_help():
         (["generate", "demo", "--threads", "-1"], "threads"),
         (["generate", "demo", "--policy", "fifo"], "lru, lfu"),
         (["trace", "demo", "--file", "/no/such/text"], "/no/such/text"),
+        (["trace", "demo", "-o", "/no/such/t.npz"], "no such folder"),
         (["replay", "/no/such/trace"], "smoe-mlx trace"),
         (["replay", __file__], "no trace"),
     ],

@@ -7,6 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -332,6 +333,8 @@ def _responses(args: argparse.Namespace, model: Any, tokenizer: Any) -> Iterator
 
 
 def run_trace(args: argparse.Namespace) -> None:
+    if not Path(args.output).absolute().parent.is_dir():
+        raise SmoeError(f"--output {args.output}: there is no such folder")
     text = None if args.file is None else _read_text(args.file)
     model, tokenizer = _load(args)
     prompt_tokens = 0
