@@ -72,9 +72,42 @@ def test_stats():
     assert s["plan"]["slots"] == 64
 
 
+def test_trace_and_replay(tmp_path):
+    path = str(tmp_path / "t.npz")
+    base = ["trace", "demo", "-p", "def main(", "-m", "9", "-o", path]
+    args = ["replay", path, "--policy", "lru", "--slots", "64, 0.5", "--json"]
+    # With all in memory, generation computes a token ahead; it is none of the prompt's.
+    assert smoe(*base, "--slots", "1.0", "--quiet").stdout == ""
+    ahead = json.loads(smoe(*args).stdout)
+    out = smoe(*base, "--slots", "64", "--policy", "lfu").stdout
+    assert out.startswith(f"{path}: 11 tokens")
+    report = json.loads(smoe(*args).stdout)
+    assert [(r["policy"], r["slots"]) for r in report["results"]] == [
+        ("lru", 64), ("optimal", 64), ("lru", 256), ("optimal", 256),
+    ]  # fmt: skip
+    counted = report["results"][0]
+    assert counted["prompt"] == ahead["results"][0]["prompt"]
+    stats = smoe("stats", "demo", "-p", "def main(", "-m", "9", "--slots", "64", "--json").stdout
+    misses = counted["prompt"]["misses"] + counted["decode"]["misses"]
+    assert misses == json.loads(stats)["misses"]
+    text = smoe("replay", path).stdout
+    for word in ("demo: 11 tokens, 3 of them prompt", "lru", "lfu", "optimal", "12.5 %", "75.0 %"):
+        assert word in text
+    assert smoe("replay", path, "--slots", "9999", status=1).stderr.count("\n") == 1
+
+
+def test_trace_of_a_text(tmp_path):
+    text, path = tmp_path / "text.txt", str(tmp_path / "t.npz")
+    text.write_text("def main(argv):\n    pass\n" * 20)
+    smoe("trace", "demo", "--file", str(text), "-m", "12", "-o", path, "--context", "8", "-q")
+    out = smoe("replay", path).stdout
+    assert out.startswith("demo: 12 tokens, 0 of them prompt")
+    assert "the prompt:" not in out
+
+
 def test_version_and_help():
     assert smoe_mlx.__version__ in smoe("--version").stdout
-    for command in ("demo", "generate", "plan", "stats"):
+    for command in ("demo", "generate", "plan", "stats", "trace"):
         assert command in smoe("--help").stdout
         assert "--memory" in smoe(command, "--help").stdout
 
@@ -90,6 +123,11 @@ def test_version_and_help():
         (["plan", "demo", "--memory", "1GB", "--slots", "4"], "not both"),
         (["plan", "demo", "--slots", "1.5"], "share"),
         (["generate", "demo", "--threads", "-1"], "threads"),
+        (["generate", "demo", "--policy", "fifo"], "lru, lfu"),
+        (["trace", "demo", "--file", "/no/such/text"], "/no/such/text"),
+        (["trace", "demo", "-o", "/no/such/t.npz"], "no such folder"),
+        (["replay", "/no/such/trace"], "smoe-mlx trace"),
+        (["replay", __file__], "no trace"),
     ],
 )
 def test_mistakes_get_one_line(args, words):

@@ -10,6 +10,7 @@ from .errors import (
     ModelNotFoundError,
     RecipeError,
     SmoeError,
+    TraceError,
     UnsupportedModelError,
     VaultError,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "StreamingConfig",
     "StreamingSwitchGLU",
     "StreamingSwitchMLP",
+    "TraceError",
     "UnsupportedModelError",
     "Vault",
     "VaultError",

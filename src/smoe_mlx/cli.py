@@ -1,4 +1,4 @@
-"""The command `smoe-mlx`: demo, generate, plan, stats. Flags are those of mlx_lm's own commands."""
+"""The command `smoe-mlx`. Flags are those of mlx_lm's own commands."""
 
 import argparse
 import json
@@ -7,12 +7,14 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from tqdm import tqdm
 
 from . import __version__
+from .cache.policy import POLICIES
 from .config import StreamingConfig
 from .errors import SmoeError
 from .generate import stream_generate
@@ -20,11 +22,13 @@ from .hub import DEMO
 from .load import load
 from .load import plan as make_plan
 from .plan import format_bytes
+from .replay import report
 from .sculptor.recipe import AFFINE_BITS, AFFINE_GROUPS, FIXED
 from .sculptor.shatter import shatter
 from .sculptor.verify import verify
-from .stats import Stats, stats
+from .stats import Stats, stats, streaming_of
 from .store.reader import IO_MODES
+from .trace import Recorder, force, load_trace
 
 DEMO_PROMPT = "And the LORD said unto Moses,"
 
@@ -78,6 +82,29 @@ def build_parser() -> argparse.ArgumentParser:
     stats_.add_argument("--json", action="store_true", help="print JSON")
     stats_.set_defaults(run=run_stats)
 
+    trace = commands.add_parser("trace", help="record which experts the router chooses")
+    _add_model(trace)
+    _add_prompt(trace, "hello", temp=0.0, top_p=1.0, max_tokens=256)
+    trace.add_argument("--file", help="instead of a prompt: pass this text token by token")
+    trace.add_argument("--output", "-o", default="trace.npz", help="default: trace.npz")
+    _add_budget(trace)
+    trace.set_defaults(run=run_trace)
+
+    replay = commands.add_parser("replay", help="what policies and budgets make of a trace")
+    replay.add_argument("trace", help="the file that smoe-mlx trace wrote")
+    replay.add_argument(
+        "--policy", type=_list, default=list(POLICIES), help=f"default: {','.join(POLICIES)}"
+    )
+    replay.add_argument(
+        "--slots",
+        type=lambda text: [_slots(x) for x in _list(text)],
+        default=[0.125, 0.25, 0.5, 0.75],
+        help="experts in memory, numbers or shares (default: 0.125,0.25,0.5,0.75)",
+    )
+    replay.add_argument("--json", action="store_true", help="print JSON")
+    replay.add_argument("--plot", help="write a plot to this file (needs smoe-mlx[plots])")
+    replay.set_defaults(run=run_replay)
+
     shatter_ = commands.add_parser("shatter", help="make a vault: one aligned record an expert")
     shatter_.add_argument("src", help="local folder or Hub repository")
     shatter_.add_argument("dst", help="the new folder")
@@ -118,6 +145,9 @@ def _add_budget(parser: argparse.ArgumentParser, slots: float | None = None) -> 
     group.add_argument("--threads", type=int, default=8, help="reads at a time (default: 8)")
     group.add_argument(
         "--io", choices=IO_MODES, default="pread", help="direct: past the page cache"
+    )
+    group.add_argument(
+        "--policy", default="lru", help=f"who makes room for another: {', '.join(POLICIES)}"
     )
     group.add_argument(
         "--check", action="store_true", help="compare each record of a vault with its checksum"
@@ -162,6 +192,10 @@ def _slots(text: str) -> int | float:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a share") from None
 
 
+def _list(text: str) -> list[str]:
+    return [x.strip() for x in text.split(",")]
+
+
 def _model(args: argparse.Namespace) -> str:
     model = args.model or getattr(args, "model_flag", None)
     if not model:
@@ -180,6 +214,7 @@ def _config(args: argparse.Namespace) -> StreamingConfig:
             context=args.context,
             threads=args.threads,
             io=args.io,
+            policy=args.policy,
             check=args.check,
         )
     except ValueError as e:
@@ -295,6 +330,52 @@ def _responses(args: argparse.Namespace, model: Any, tokenizer: Any) -> Iterator
         quantized_kv_start=args.quantized_kv_start,
         prefill_step_size=args.prefill_step_size,
     )
+
+
+def run_trace(args: argparse.Namespace) -> None:
+    if not Path(args.output).absolute().parent.is_dir():
+        raise SmoeError(f"--output {args.output}: there is no such folder")
+    text = None if args.file is None else _read_text(args.file)
+    model, tokenizer = _load(args)
+    prompt_tokens = 0
+    with Recorder(model, _model(args)) as recorder:
+        if text is None:
+            *_, last = _responses(args, model, tokenizer)
+            prompt_tokens = last.prompt_tokens
+        else:
+            tokens = tokenizer.encode(text)[: args.max_tokens]
+            window = streaming_of(model).plan.context
+            for _ in tqdm(
+                force(model, tokens, window), total=len(tokens), unit=" tokens", disable=args.quiet
+            ):
+                pass
+    trace = recorder.trace(prompt_tokens)
+    trace.save(args.output)
+    if not args.quiet:
+        print(f"{args.output}: {trace.tokens:,} tokens. Replay it: smoe-mlx replay {args.output}")
+
+
+def _read_text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as f:
+            text = f.read()
+    except OSError as e:
+        raise SmoeError(f"--file {path}: {e.strerror}") from e
+    if not text:
+        raise SmoeError(f"--file {path} is empty")
+    return text
+
+
+def run_replay(args: argparse.Namespace) -> None:
+    trace = load_trace(args.trace)
+    if unknown := set(args.policy) - set(POLICIES):
+        raise SmoeError(f"--policy {', '.join(sorted(unknown))}: one of {', '.join(POLICIES)}")
+    result = report(trace, args.policy, args.slots)
+    if args.plot is not None:
+        from .plot import plot_report
+
+        plot_report(result, args.plot)
+    print(json.dumps(result.as_dict(), indent=2) if args.json else result)
 
 
 def run_shatter(args: argparse.Namespace) -> None:

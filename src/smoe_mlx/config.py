@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from .cache.policy import POLICIES
 from .errors import BudgetError
 from .store.reader import IO_MODES
 
@@ -50,6 +51,7 @@ class StreamingConfig:
             with the router.
         threads: reads that may be under way beside the calling thread's own.
         io: how experts are read: "pread", "direct" (past the page cache) or "mmap".
+        policy: which expert makes room for another: "lru" or "lfu" (docs/policies.md).
         check: compare each record of a vault with its checksum when it is first read.
         debug: check the cache's bookkeeping at every step (slow).
     """
@@ -63,6 +65,7 @@ class StreamingConfig:
     spec: int = 0
     threads: int = 8
     io: str = "pread"
+    policy: str = "lru"
     check: bool = False
     debug: bool = False
 
@@ -83,6 +86,8 @@ class StreamingConfig:
                 raise BudgetError(f"slots={self.slots}: at least 1")
         if self.io not in IO_MODES:
             raise ValueError(f"io={self.io!r}: one of {', '.join(IO_MODES)}")
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy={self.policy!r}: one of {', '.join(POLICIES)}")
         for name, least in (
             ("context", 1), ("prefill_step", 1), ("threads", 0), ("spec", 0)
         ):  # fmt: skip

@@ -33,5 +33,9 @@ class VaultError(CheckpointError):
     """A vault is malformed, incomplete, damaged or does not belong to its checkpoint."""
 
 
+class TraceError(SmoeError, ValueError):
+    """A routing trace is malformed, damaged, or has nothing in it."""
+
+
 class RecipeError(SmoeError, ValueError):
     """A quantisation that MLX does not have, or a recipe that cannot be read."""

@@ -12,6 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_tokenizer
 
 from .cache.experts import SharedExpertCache
+from .cache.policy import POLICIES
 from .config import StreamingConfig
 from .errors import CheckpointError, UnsupportedModelError, VaultError
 from .hub import find_model
@@ -203,6 +204,7 @@ def _install(
         skeleton.layouts,
         [(b.layers, b.slots) for b in plan.banks],
         reader,
+        policy=POLICIES[config.policy],
         check=config.check,
         debug=config.debug,
     )

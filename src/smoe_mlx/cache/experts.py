@@ -116,7 +116,7 @@ class _Loading:
 
 
 class SharedExpertCache:
-    """The experts of all layers in a fixed number of slots, least recently used first out.
+    """The experts of all layers in a fixed number of slots; a policy says who makes room.
 
     Args:
         layouts: where each layer's experts lie; a layer is named by its index here.
@@ -128,6 +128,9 @@ class SharedExpertCache:
         debug: check the bookkeeping on every claim (slow).
 
     One thread at a time may run a model on this cache; another may take over between calls.
+
+    Attributes:
+        trace: if set, called as `trace(layer, ids [..., k])` with the routing of every layer call.
     """
 
     def __init__(
@@ -143,6 +146,7 @@ class SharedExpertCache:
         self.reader = reader
         self.lock = threading.RLock()
         self.stats = CacheStats([LayerStats() for _ in self.layouts])
+        self.trace: Callable[[int, np.ndarray], None] | None = None
         self._check, self._checked = check, set[Key]()
         self._debug = debug
         self._pending: list[mx.array] = []

@@ -59,6 +59,15 @@ class Projection:
         return x
 
 
+def without_zero_experts(cache: SharedExpertCache, layer: int, ids: np.ndarray) -> np.ndarray:
+    """Replace what is no expert by one that is needed or in memory anyway; its weight is 0."""
+    real = ids < cache.layouts[layer].num_experts
+    if real.all():
+        return ids
+    there = ids[real] if real.any() else np.flatnonzero(cache.table(layer) >= 0)
+    return np.where(real, ids, there[0] if there.size else 0)
+
+
 class _StreamingSwitch(nn.Module):
     """What both kinds share: from expert numbers to slots, and back to the caller's order."""
 
@@ -103,10 +112,12 @@ class _StreamingSwitch(nn.Module):
         Raises:
             ExpertReadError, CheckpointChangedError: the bytes of an expert could not be read.
         """
+        true: mx.array | None = self._true_indices
+        if self._cache.trace is not None:
+            self._cache.trace(self._layer, np.array(indices if true is None else true))
         arrays = self._cache.resident(self._layer)
         if arrays is not None:
             return self._in_one(arrays, x, indices)
-        true: mx.array | None = self._true_indices
         if indices.size < SORT_FROM and true is None:
             return self._few(x, indices)
         self._set_true_indices(None)
@@ -114,7 +125,7 @@ class _StreamingSwitch(nn.Module):
         with self._cache.lock:
             self._cache.look_after()
             if true is not None:
-                ids = self._without_zero_experts(ids)
+                ids = without_zero_experts(self._cache, self._layer, ids)
             waves = self._cache.waves(self._layer, ids)
             stats = self._cache.stats.layers[self._layer]
             stats.calls += 1
@@ -178,25 +189,19 @@ class _StreamingSwitch(nn.Module):
         arrays = self._cache.arrays(self._layer)
         first = [i for i, e in enumerate(ids) if e not in coming]
         last = [i for i, e in enumerate(ids) if e in coming]
-        parts = []
-        for places in (first, last):
-            if places is last:
-                self._cache.finish_few()
+
+        def compute(places: list[int]) -> mx.array:
             chosen = _shaped([slots[i] for i in places], (*shape[:-1], len(places)))
-            parts.append(self._in_one(arrays, x, chosen))
-            mx.async_eval(parts[0])  # type: ignore[no-untyped-call]
+            return self._in_one(arrays, x, chosen)
+
+        parts = [compute(first)]
+        mx.async_eval(parts[0])  # type: ignore[no-untyped-call]
+        self._cache.finish_few()
+        parts.append(compute(last))
         back = [0] * len(ids)
         for at, i in enumerate(first + last):
             back[i] = at
         return mx.take(mx.concatenate(parts, axis=-2), mx.array(back, mx.uint32), axis=-2)
-
-    def _without_zero_experts(self, ids: np.ndarray) -> np.ndarray:
-        """Replace what is no expert by one that is needed or in memory anyway; its weight is 0."""
-        real = ids < self._num_experts
-        if real.all():
-            return ids
-        there = ids[real] if real.any() else np.flatnonzero(self._cache.table(self._layer) >= 0)
-        return np.where(real, ids, there[0] if there.size else 0)
 
     def _in_one(self, arrays: Arrays, x: mx.array, indices: mx.array) -> mx.array:
         """As mlx-lm's SwitchGLU.__call__."""

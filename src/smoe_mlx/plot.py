@@ -1,0 +1,66 @@
+"""Plots of reports, with matplotlib (an optional extra, imported when a plot is asked for)."""
+
+import os
+from typing import Any
+
+from .errors import SmoeError
+from .replay import OPTIMAL, Report
+
+# Of middle lightness, and told apart by marks as well: legible on white and on black.
+COLOURS = ("#3b82f6", "#e07b00", "#12a150", "#c03dc0", "#0e9aa7", "#d64545")
+MARKS = "os^Dvx"
+GREY = "#808080"
+
+
+def plot_report(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write hit rates and bytes read a token over slots, decoding, as PNG, SVG or PDF.
+
+    Raises:
+        SmoeError: matplotlib is missing, or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise SmoeError("a plot needs matplotlib: pip install 'smoe-mlx[plots]'") from None
+    part = "decode" if report.decode_tokens else "prompt"
+    tokens = report.decode_tokens or report.prompt_tokens
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    mine = [p for p in report.policies if p != OPTIMAL]
+    for i, policy in enumerate([*mine, OPTIMAL]):
+        results = report.of(policy)
+        style: dict[str, Any] = {"color": COLOURS[i % 6], "marker": MARKS[i % 6], "label": policy}
+        if policy == OPTIMAL:
+            style |= {"color": GREY, "marker": "", "linestyle": "--", "label": "optimal (Belady)"}
+        share = [100 * r.slots / report.num_experts for r in results]
+        counts = [getattr(r, part) for r in results]
+        left.plot(share, [100 * c.hit_rate for c in counts], **style)
+        right.plot(share, [c.nbytes / tokens / 1e6 for c in counts], **style)
+    what = "decoding" if part == "decode" else "the prompt"
+    for axes, label in (
+        (left, f"lookups that hit, {what} (%)"),
+        (right, f"read a token, {what} (MB)"),
+    ):
+        axes.set_xlabel("experts in memory (% of all)")
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+        _in_grey(axes)
+    left.set_ylim(top=100)
+    figure.suptitle(f"{report.model}: {tokens:,} tokens", color=GREY)
+    try:
+        figure.savefig(path, dpi=150, transparent=True)
+    except (OSError, ValueError) as e:
+        raise SmoeError(f"{path}: the plot cannot be written ({e})") from e
+
+
+def _in_grey(axes: Any) -> None:
+    """Lines and letters that show on any background; the figure itself is transparent."""
+    axes.grid(color=GREY, alpha=0.3)
+    axes.tick_params(colors=GREY)
+    axes.xaxis.label.set_color(GREY)
+    axes.yaxis.label.set_color(GREY)
+    for spine in axes.spines.values():
+        spine.set_color(GREY)
+    legend = axes.legend(framealpha=0)
+    for text in legend.get_texts():
+        text.set_color(GREY)
