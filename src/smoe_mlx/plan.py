@@ -88,6 +88,7 @@ class MemoryPlan:
     context: int
     activations: int
     prefill_step: int
+    prefill_tokens: int
     overhead: int
     memory: int | None
     experts_nbytes: int
@@ -308,6 +309,7 @@ def make_plan(
         context=context,
         activations=activations(step),
         prefill_step=step,
+        prefill_tokens=context,
         overhead=OVERHEAD_NBYTES,
         memory=memory,
         experts_nbytes=sum(x.nbytes for x in layouts),

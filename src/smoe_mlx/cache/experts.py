@@ -129,6 +129,8 @@ class SharedExpertCache:
         self.stats = CacheStats([LayerStats() for _ in self.layouts])
         self._check, self._checked = check, set[Key]()
         self._debug = debug
+        # While a prompt is prefilled layer by layer: what switch modules call in place of computing.
+        self.defer: Callable[..., mx.array | None] | None = None
         self._pending: list[mx.array] = []
         self._banks = []
         for layers, slots in banks:
@@ -367,6 +369,27 @@ class SharedExpertCache:
             self._load(bank, layer, experts, keep=set())
             for e in experts:
                 bank.policy.discard((layer, e))
+
+    # ---- whole layers, one after the other -----------------------------------------------------
+
+    def fits(self, layer: int) -> bool:
+        """Whether all experts of `layer` can be in memory at once, whatever else is pinned."""
+        bank = self._bank_of[layer]
+        return self.layouts[layer].num_experts + len(bank.pinned) <= bank.slots
+
+    def keep_most_used(self, layer: int, ids: np.ndarray) -> None:
+        """Let all but the experts most frequent in `ids` go first when others need their slots.
+
+        As many are kept as every layer can while all experts of another one pass through.
+        """
+        bank = self._bank_of[layer]
+        largest = max(x.num_experts for x in bank.layouts.values())
+        keep = (bank.slots - len(bank.pinned) - largest) // len(bank.layouts)
+        if keep > 0:
+            counts = np.bincount(ids, minlength=self.layouts[layer].num_experts)
+            for e in np.argsort(-counts, kind="stable")[keep:].tolist():
+                if (layer, e) in bank.policy:
+                    bank.policy.demote((layer, e))
 
     # ---- pins --------------------------------------------------------------------------------
 

@@ -11,6 +11,9 @@ class Policy(Protocol):
     def touch(self, key: Hashable) -> None:
         """`key` was used just now (and is added if it is new)."""
 
+    def demote(self, key: Hashable) -> None:
+        """`key`, a candidate, is to go before all others."""
+
     def __contains__(self, key: Hashable) -> bool:
         """Whether `key` is a candidate."""
 
@@ -34,6 +37,9 @@ class LRU:
     def touch(self, key: Hashable) -> None:
         self._order[key] = None
         self._order.move_to_end(key)
+
+    def demote(self, key: Hashable) -> None:
+        self._order.move_to_end(key, last=False)
 
     def discard(self, key: Hashable) -> None:
         self._order.pop(key, None)
