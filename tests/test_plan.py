@@ -135,7 +135,12 @@ def test_no_array_is_larger_than_the_device_takes(layouts, slots, fit):
 
 def check_plan(plan: MemoryPlan, layouts, shape: ModelShape) -> None:
     assert plan.total == (
-        plan.backbone + plan.slots_nbytes + plan.kv_cache + plan.activations + plan.overhead
+        plan.backbone
+        + plan.slots_nbytes
+        + plan.kv_cache
+        + plan.activations
+        + plan.prompt_states
+        + plan.overhead
     )
     assert plan.slots == sum(b.slots for b in plan.banks)
     assert plan.slots_nbytes == sum(b.slots * b.expert_nbytes for b in plan.banks)

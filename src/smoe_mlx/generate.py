@@ -53,7 +53,8 @@ def generate_step(
     `prefill_step_size` None takes what the memory plan chose (2048 where memory allows it).
     """
     streaming = streaming_of(model)
-    step_size = prefill_step_size or streaming.plan.prefill_step
+    plan = streaming.plan
+    step_size = min(prefill_step_size or plan.prefill_step, plan.widest_step)
     options = {
         "max_tokens": max_tokens,
         "sampler": sampler,

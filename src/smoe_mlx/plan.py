@@ -20,8 +20,12 @@ from .errors import BudgetError
 from .store.layout import ExpertLayout, TensorSpec
 
 PREFILL_STEPS = (2048, 1024, 512, 256, 128, 64)  # mlx-lm's default first
+# MLX kernels have been silently wrong beyond so many rows of routed pairs (mlx-lm issue 1585).
+MAX_ROWS = 32768
 # Small buffers, masks, samplers and the like; measured, not derived.
 OVERHEAD_NBYTES = 4 << 20
+# Hidden states that a waiting token holds; measured, rounded up.
+STATES = 6
 # Memory that is left to the system when the plan is made from what is free.
 SYSTEM_SHARE, SYSTEM_NBYTES = 0.1, 2 << 30
 
@@ -48,6 +52,7 @@ class ModelShape:
     activation_itemsize: int
     context: int
     kv_nbytes: int
+    mask_row_nbytes: int = 0  # of the attention masks that a forward keeps from layer to layer
     scores_in_memory: bool = False  # the backend writes attention scores out (MLX's CPU)
 
 
@@ -74,6 +79,9 @@ class MemoryPlan:
         banks: the slot banks; `slots` and `slots_nbytes` sum them up.
         kv_cache: for `context` tokens.
         activations: at the widest point of a forward of `prefill_step` tokens.
+        widest_step: the most tokens of a forward, whatever is asked for.
+        prompt_states: hidden states of a prompt on its way through the model layer by layer,
+            `prefill_tokens` of it at once.
         overhead: what MLX needs besides.
         memory: the budget that was asked for, or None.
         experts_nbytes: all routed experts, as they lie on disk.
@@ -88,6 +96,8 @@ class MemoryPlan:
     context: int
     activations: int
     prefill_step: int
+    widest_step: int
+    prompt_states: int
     prefill_tokens: int
     overhead: int
     memory: int | None
@@ -109,7 +119,8 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """What MLX will have allocated at its peak."""
-        return self.backbone + self.slots_nbytes + self.kv_cache + self.activations + self.overhead
+        fixed = self.backbone + self.kv_cache + self.overhead
+        return fixed + self.slots_nbytes + self.activations + self.prompt_states
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -124,6 +135,8 @@ class MemoryPlan:
              f"{self.slots:,} of {self.num_experts:,} experts ({share:.1f} %)"),
             ("KV cache", self.kv_cache, f"{self.context:,} tokens"),
             ("activations", self.activations, f"{self.prefill_step:,} prompt tokens at a time"),
+            ("prompt states", self.prompt_states,
+             f"{self.prefill_tokens:,} prompt tokens layer by layer"),
             ("overhead", self.overhead, ""),
             ("total", self.total,
              "" if self.memory is None else f"of {format_bytes(self.memory)} given"),
@@ -170,6 +183,17 @@ def activation_nbytes(shape: ModelShape, tokens: int, context: int) -> int:
     per_token = (max(experts, attention) + 4 * shape.hidden_size) * size
     logits = 4 * shape.vocab_size * max(size, 4)
     return tokens * per_token + logits
+
+
+def state_nbytes(shape: ModelShape, outputs: bool) -> int:
+    """An upper estimate of what one token holds while others of its prompt pass the same layer.
+
+    Hidden states before and after a norm or two, what the router made of them, a row of a mask; and
+    where the experts of a layer do not fit into the slots at once, the `outputs` of its experts.
+    """
+    size = shape.activation_itemsize
+    routed = max(x.top_k * (8 + x.input_dims * size * outputs) for x in shape.layers)
+    return STATES * shape.hidden_size * size + routed + shape.mask_row_nbytes
 
 
 def group_layers(layouts: Sequence[ExpertLayout]) -> list[tuple[int, ...]]:
@@ -264,6 +288,10 @@ def make_plan(
     def fixed(step: int) -> int:
         return shape.backbone_nbytes + kv + activations(step) + OVERHEAD_NBYTES
 
+    def most_states(step: int, slots: int) -> int:
+        """For a prompt as long as the context, of which one step is among the activations."""
+        return 0 if slots >= total else (context - step) * state_nbytes(shape, False)
+
     def slots_nbytes(slots: int) -> int:
         return sum(b.nbytes for b in plan_banks(layouts, slots, max_buffer_nbytes))
 
@@ -271,11 +299,13 @@ def make_plan(
         return _most_slots(slots_nbytes, int(room), fewest, total)
 
     steps = [config.prefill_step] if config.prefill_step else list(PREFILL_STEPS)
-    steps = sorted({min(s, context) for s in steps}, reverse=True)
+    widest = max(1, MAX_ROWS // max(s.top_k for s in shape.layers))
+    steps = sorted({min(s, context, widest) for s in steps}, reverse=True)
     memory = None if config.memory is None else parse_bytes(config.memory)
     if config.slots is not None:
         step, slots = steps[0], config.slots
         slots = max(fewest, round(slots * total)) if isinstance(slots, float) else slots
+        states = most_states(step, slots)
     else:
         room = memory
         if room is None:
@@ -293,15 +323,21 @@ def make_plan(
                 f"({format_bytes(shape.backbone_nbytes)} of it backbone) "
                 f"for a context of {context} tokens."
             )
-        if slots < total and len(steps) > 1:
-            # A wide prefill reads less in all: leave it up to a quarter of what is not backbone.
+        states = 0
+        if slots < total:
+            # A wide prefill reads less in all: leave it up to a quarter of what is not backbone,
+            # and an eighth of the rest to the hidden states of a prompt.
             free = room - shape.backbone_nbytes - kv - OVERHEAD_NBYTES
             wide = max(min(free / 4, activations(steps[0])), activations(steps[-1]))
+            states = min(int((free - wide) / 8), most_states(steps[-1], total - 1))
             enough = reads if slots >= reads else fewest  # fewer get hardly any hits
-            slots = max(enough, most_slots(free - wide))
+            slots = max(enough, most_slots(free - wide - states))
         rest = room - slots_nbytes(slots)
-        step = next((s for s in steps if fixed(s) <= rest), steps[-1])
+        step = next((s for s in steps if fixed(s) + states <= rest), steps[-1])
+        states = max(0, min(states, rest - fixed(step), most_states(step, slots)))
     banks = plan_banks(layouts, slots, max_buffer_nbytes)
+    outputs = any(b.slots < max(layouts[i].num_experts for i in b.layers) for b in banks)
+    more = states // state_nbytes(shape, outputs)
     return MemoryPlan(
         backbone=shape.backbone_nbytes,
         banks=banks,
@@ -309,7 +345,9 @@ def make_plan(
         context=context,
         activations=activations(step),
         prefill_step=step,
-        prefill_tokens=context,
+        widest_step=widest,
+        prompt_states=states,
+        prefill_tokens=step + more,
         overhead=OVERHEAD_NBYTES,
         memory=memory,
         experts_nbytes=sum(x.nbytes for x in layouts),

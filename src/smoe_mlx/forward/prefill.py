@@ -26,6 +26,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 
 from ..cache.experts import SharedExpertCache
 from ..layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
@@ -63,8 +64,11 @@ def prefill(
     counts = streaming.prefill
     total = len(prompt)
     chunks = [prompt[i : min(i + width, total - 1)] for i in range(0, total - 1, width)]
-    each = max(1, streaming.plan.prefill_tokens // width)
-    passes = [chunks[i : i + each] for i in range(0, len(chunks), each)] or [[]]
+    passes: list[list[mx.array]] = [[]]
+    for chunk in chunks:
+        if sum(map(len, passes[-1])) + len(chunk) > streaming.plan.prefill_tokens and passes[-1]:
+            passes.append([])
+        passes[-1].append(chunk)
     passes[-1].append(prompt[total - 1 :])
     done = 0
     for part in passes:
@@ -118,11 +122,13 @@ class _Stop:
         done: evaluated when the output is. A mere number: the output itself can be freed.
     """
 
-    updates: mx.array | None = None
-    switch: Switch | None = None
-
-    def __init__(self, switch: Switch | None = None, layer: int = -1):
-        self.switch, self.layer = switch, layer
+    def __init__(
+        self,
+        switch: Switch | None = None,
+        layer: int = -1,
+        updates: mx.array | None = None,
+    ):
+        self.switch, self.layer, self.updates = switch, layer, updates
 
     def leave_gap(
         self, experts: SharedExpertCache, x: mx.array, indices: mx.array, ids: mx.array
@@ -191,10 +197,12 @@ class _Pass:
             for chunk in chunks:
                 self.rows.append([])
                 self.marks = [_leaves(c) for c in self.cache]
+                self.written: dict[int, int] = {}  # cache entry -> the stop that follows its write
                 logits = model(chunk[None], cache=self.cache)[:, -1]
+                self.add(_Stop())
                 self.after_chunk(self.cache)
                 self.tokens += len(chunk)
-                self.add(_Stop())
+                self.note_updates()
         finally:
             self.experts.defer = None
         if any([s.switch for s in row] != [s.switch for s in self.rows[0]] for row in self.rows):
@@ -212,29 +220,38 @@ class _Pass:
         return stop.leave_gap(self.experts, x, indices, ids)
 
     def add(self, stop: _Stop) -> None:
-        """Note which cache entries were written since the stop before."""
         row = self.rows[-1]
-        arrays = []
         for i, entry in enumerate(self.cache):
             leaves = _leaves(entry)
             if not _same(leaves, self.marks[i]):
                 self.marks[i] = leaves
-                self.last_update[i] = max(self.last_update.get(i, 0), len(row))
-                arrays += [a for a in leaves if isinstance(a, mx.array)]
-        if arrays:
-            # Not the arrays themselves: the next chunk writes into the same objects.
-            stop.updates = mx.depends(mx.array(0), arrays)
+                self.written[i] = len(row)
         row.append(stop)
+
+    def note_updates(self) -> None:
+        """Tell each stop of a chunk, now built, which cache entries were last written before it."""
+        row = self.rows[-1]
+        for s in set(self.written.values()):
+            leaves = [_leaves(self.cache[i]) for i, at in self.written.items() if at == s]
+            arrays = [a for a in itertools.chain(*leaves) if isinstance(a, mx.array)]
+            # Not the arrays themselves: the next chunk writes into the same objects.
+            row[s].updates = mx.depends(mx.array(0), arrays)
+        for i, s in self.written.items():
+            self.last_update[i] = max(self.last_update.get(i, 0), s)
 
     # ---- evaluate ----------------------------------------------------------------------------
 
     def evaluate(self, logits: mx.array, emits: bool) -> None:
         stops = len(self.rows[0])
-        # What comes after a chunk's last cache update is for its logits only: nobody asks for them.
-        ends = [max((s for s in range(stops) if row[s].updates is not None), default=-1)
-                for row in self.rows]  # fmt: skip
-        if emits:
-            ends[-1] = stops
+        # What comes after a chunk's last cache update is for its logits only. Where nobody asks for
+        # them, let go of it: it would keep the cache as it was at that chunk.
+        ends = []
+        for row in self.rows:
+            end = max((s for s in range(stops) if row[s].updates is not None), default=0)
+            if emits and row is self.rows[-1]:
+                end = stops
+            row[end:stops] = [_Stop(updates=stop.updates) for stop in row[end:stops]]
+            ends.append(end)
         for s in range(stops):
             waiting = []
             for j, row in enumerate(self.rows):
@@ -291,7 +308,7 @@ class _Pass:
     def release(self, s: int) -> None:
         """Keep no copy of what can be undone by trimming: entries that are complete by now."""
         for i, last in self.last_update.items():
-            if last == s and _is_trimmable(self.cache[i]):
+            if last == s and _trims(self.cache[i]):
                 self.saved[i] = None
 
     def restore(self) -> None:
@@ -307,8 +324,11 @@ class _Pass:
 # ---- prompt caches, whatever their class ---------------------------------------------------------
 
 
-def _is_trimmable(entry: Any) -> bool:
-    return hasattr(entry, "is_trimmable") and entry.is_trimmable()
+def _trims(entry: Any) -> bool:
+    """Whether `trim` undoes all writes: true where a cache only ever grows."""
+    if isinstance(entry, CacheList):
+        return all(map(_trims, entry.caches))
+    return type(entry) in (KVCache, QuantizedKVCache)
 
 
 def _leaves(value: Any) -> list[Any]:
