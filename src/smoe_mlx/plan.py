@@ -288,9 +288,10 @@ def make_plan(
     def fixed(step: int) -> int:
         return shape.backbone_nbytes + kv + activations(step) + OVERHEAD_NBYTES
 
-    def most_states(step: int, slots: int) -> int:
-        """For a prompt as long as the context, of which one step is among the activations."""
-        return 0 if slots >= total else (context - step) * state_nbytes(shape, False)
+    def per_token(slots: int) -> int:
+        banks = plan_banks(layouts, slots, max_buffer_nbytes)
+        fits = all(b.slots >= max(layouts[i].num_experts for i in b.layers) for b in banks)
+        return state_nbytes(shape, outputs=not fits)
 
     def slots_nbytes(slots: int) -> int:
         return sum(b.nbytes for b in plan_banks(layouts, slots, max_buffer_nbytes))
@@ -305,7 +306,8 @@ def make_plan(
     if config.slots is not None:
         step, slots = steps[0], config.slots
         slots = max(fewest, round(slots * total)) if isinstance(slots, float) else slots
-        states = most_states(step, slots)
+        # For a prompt as long as the context; one step of it is among the activations.
+        states = (context - step) * per_token(slots) if slots < total else 0
     else:
         room = memory
         if room is None:
@@ -329,15 +331,14 @@ def make_plan(
             # and an eighth of the rest to the hidden states of a prompt.
             free = room - shape.backbone_nbytes - kv - OVERHEAD_NBYTES
             wide = max(min(free / 4, activations(steps[0])), activations(steps[-1]))
-            states = min(int((free - wide) / 8), most_states(steps[-1], total - 1))
+            longest = (context - steps[-1]) * state_nbytes(shape, outputs=False)
+            states = min(int((free - wide) / 8), longest)
             enough = reads if slots >= reads else fewest  # fewer get hardly any hits
             slots = max(enough, most_slots(free - wide - states))
         rest = room - slots_nbytes(slots)
         step = next((s for s in steps if fixed(s) + states <= rest), steps[-1])
-        states = max(0, min(states, rest - fixed(step), most_states(step, slots)))
+        states = max(0, min(states, rest - fixed(step)))
     banks = plan_banks(layouts, slots, max_buffer_nbytes)
-    outputs = any(b.slots < max(layouts[i].num_experts for i in b.layers) for b in banks)
-    more = states // state_nbytes(shape, outputs)
     return MemoryPlan(
         backbone=shape.backbone_nbytes,
         banks=banks,
@@ -347,7 +348,7 @@ def make_plan(
         prefill_step=step,
         widest_step=widest,
         prompt_states=states,
-        prefill_tokens=step + more,
+        prefill_tokens=min(context, step + states // per_token(slots)),
         overhead=OVERHEAD_NBYTES,
         memory=memory,
         experts_nbytes=sum(x.nbytes for x in layouts),

@@ -129,7 +129,7 @@ class SharedExpertCache:
         self.stats = CacheStats([LayerStats() for _ in self.layouts])
         self._check, self._checked = check, set[Key]()
         self._debug = debug
-        # While a prompt is prefilled layer by layer: what switch modules call in place of computing.
+        # While a prompt goes layer by layer: what switch modules call in place of computing.
         self.defer: Callable[..., mx.array | None] | None = None
         self._pending: list[mx.array] = []
         self._banks = []

@@ -2,7 +2,7 @@
 read once, however long the prompt.
 
 mlx-lm's own forward is called for each chunk of the prompt, on the caller's own caches, and nothing
-is evaluated: masks, offsets and cache updates come out as mlx-lm makes them, for every architecture,
+is evaluated: masks, offsets and cache updates come out as mlx-lm makes them, whatever the model,
 because all of that is decided while the graph is built. At each switch module the graph has a gap,
 an array whose bytes are still to be written. Then the chunks are evaluated side by side, from one
 switch module to the next. There the host reads what all chunks were routed to, has those experts
@@ -77,15 +77,14 @@ def prefill(
         def report(share: float, done: int = done, tokens: int = tokens) -> None:
             progress(min(done + int(share * tokens), total - 1), total)
 
-        logits = None
         if not counts.fallback:
+            layer_major = _Pass(streaming.cache, cache, after_chunk, report)
             try:
-                layer_major = _Pass(streaming.cache, cache, after_chunk, report)
                 logits = layer_major.run(model, part, emits=part is passes[-1])
                 counts.passes += 1
             except NotLazyError as e:
                 counts.fallback = str(e)
-        if logits is None:
+        if counts.fallback:
             logits = _by_chunks(model, part, cache, after_chunk, report)
         done += tokens
     return logits
@@ -100,7 +99,7 @@ def _by_chunks(
 ) -> mx.array:
     """Chunk after chunk through the whole model, as mlx-lm: for what cannot go layer by layer."""
     for n, chunk in enumerate(chunks):
-        logits = model(chunk[None], cache=cache)[:, -1]
+        logits: mx.array = model(chunk[None], cache=cache)[:, -1]
         after_chunk(cache)
         mx.eval([c.state for c in cache])
         mx.clear_cache()
@@ -174,7 +173,7 @@ class _Pass:
         self.thread = threading.get_ident()
         self.rows: list[list[_Stop]] = []  # [chunk][stop]
         self.last_update: dict[int, int] = {}  # cache entry -> the last stop that follows a write
-        self.saved = {i: _snapshot(entry) for i, entry in enumerate(cache)}
+        self.saved: list[Callable[[], Any] | None] = [_snapshot(entry) for entry in cache]
         self.tokens = 0
 
     def run(self, model: nn.Module, chunks: Sequence[mx.array], emits: bool) -> mx.array:
@@ -198,7 +197,7 @@ class _Pass:
                 self.rows.append([])
                 self.marks = [_leaves(c) for c in self.cache]
                 self.written: dict[int, int] = {}  # cache entry -> the stop that follows its write
-                logits = model(chunk[None], cache=self.cache)[:, -1]
+                logits: mx.array = model(chunk[None], cache=self.cache)[:, -1]
                 self.add(_Stop())
                 self.after_chunk(self.cache)
                 self.tokens += len(chunk)
@@ -314,7 +313,7 @@ class _Pass:
     def restore(self) -> None:
         """Put the prompt cache back to what it was before this pass."""
         self.rows.clear()
-        for i, saved in self.saved.items():
+        for i, saved in enumerate(self.saved):
             if saved is None:
                 self.cache[i].trim(self.tokens)
             else:
@@ -355,7 +354,8 @@ def _same(a: list[Any], b: list[Any]) -> bool:
 def _snapshot(value: Any) -> Callable[[], Any]:
     """Remember a cache entry; the function returned makes the same object be as it was."""
     if isinstance(value, mx.array):
-        return lambda alias=copy.copy(value): alias  # type: ignore[misc]
+        alias = copy.copy(value)  # shares the data; writing to `value` then leaves it alone
+        return lambda: alias
     if isinstance(value, dict):
         items = {k: _snapshot(v) for k, v in value.items()}
         return lambda: {k: v() for k, v in items.items()}
