@@ -10,6 +10,7 @@ keys = st.tuples(st.integers(0, 1), st.integers(0, 5))
 operations = st.lists(
     st.tuples(st.just("touch"), keys)
     | st.tuples(st.just("discard"), keys)
+    | st.tuples(st.just("demote"), keys)
     | st.tuples(st.just("victim"), st.sets(keys, max_size=6)),
     max_size=40,
 )
@@ -23,6 +24,10 @@ def test_lru_is_a_list_in_the_order_of_use(steps):
         if name == "touch":
             order = [k for k in order if k != argument] + [argument]
             lru.touch(argument)
+        elif name == "demote":
+            if argument in order:
+                order = [argument] + [k for k in order if k != argument]
+                lru.demote(argument)
         elif name == "discard":
             order = [k for k in order if k != argument]
             lru.discard(argument)
