@@ -222,6 +222,33 @@ def test_no_more_bytes_than_those_of_the_distinct_experts(length, slots, slim, m
     assert got.prefill_passes == 1
 
 
+def test_chunks_leave_nothing_behind(tiny):
+    """No chunk keeps the cache as it was then: that would be quadratic in the prompt."""
+    model = streamed(tiny("qwen3_moe", "affine"), 0.6, context=2056, prefill_step=32)
+    plan = smoe_mlx.stats(model).plan
+    prompt, cache = random_tokens(2048), make_prompt_cache(model)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(layer_major(model, prompt, cache, 32))
+    assert mx.get_peak_memory() - before <= plan.total - plan.backbone
+
+
+def test_slots_that_are_given_up_meanwhile_are_noticed(tiny):
+    model = streamed(tiny("qwen3_moe", "affine"), 0.6)
+    experts, prompt, cache = model._streaming.cache, random_tokens(40), make_prompt_cache(model)
+
+    def progress(done, total):
+        for bank in experts._banks:
+            experts._abandon(bank)
+
+    with pytest.raises(RuntimeError, match="taken away"):
+        layer_major(model, prompt, cache, 16, progress)
+    assert all(c.offset == 0 for c in cache)
+    reference = resident(tiny("qwen3_moe", "affine"))
+    expected = by_mlx_lm(reference, prompt, make_prompt_cache(reference), 16)
+    assert same_bits(expected, layer_major(model, prompt, cache, 16))
+
+
 def test_the_most_used_experts_stay(slim, monkeypatch):
     model, prompt = streamed(slim, 28), random_tokens(300)
     cache = make_prompt_cache(model, max_kv_size=64)
@@ -261,11 +288,11 @@ class Cut(BaseException):
     pass
 
 
-def attempt_again_and_again(folder, slots, arm):
+def attempt_again_and_again(folder, slots, arm, length=40):
     """Run a second turn that fails at its 1st, 2nd, ... occasion, until it does not. Each time the
     cache must be as it was; at last the result must be right. Returns the number of failures."""
     reference, model = resident(folder), streamed(folder, slots)
-    first, second = random_tokens(21, seed=1), random_tokens(40, seed=2)
+    first, second = random_tokens(21, seed=1), random_tokens(length, seed=2)
     mine = make_prompt_cache(model)
     mx.eval(layer_major(model, first, mine, 16))
     for at in itertools.count(1):
@@ -319,6 +346,7 @@ def test_a_cancelled_prompt_leaves_the_cache_as_it_was(arch, slots, tiny):
         return progress
 
     assert attempt_again_and_again(tiny(arch, "affine"), slots, arm) >= 3
+    assert attempt_again_and_again(tiny(arch, "affine"), slots, arm, length=1) >= 1  # in place
 
 
 def test_passes_that_were_completed_stay(tiny):

@@ -31,7 +31,7 @@ from mlx_lm.utils import _get_classes, load_config, load_model
 from .cache.bank import MX_DTYPES
 from .errors import CheckpointError, UnsupportedModelError, VaultError
 from .layers.switch import Projection
-from .plan import PREFILL_STEPS, LayerShape, ModelShape
+from .plan import LayerShape, ModelShape
 from .store.layout import ExpertLayout, layout_from_checkpoint
 from .store.safetensors import Checkpoint
 from .store.vault import Vault
@@ -431,11 +431,11 @@ def measure_shape(skeleton: Skeleton, context: int | None) -> ModelShape:
         context = min(4096, int(text.get("max_position_embeddings") or 4096))
     kv_nbytes = 0
     itemsize = 2
-    mask_rows: set[int] = set()
+    windows: set[int] = set()
     try:
         cache = make_prompt_cache(model)
         for c in cache:
-            _watch_masks(c, context, mask_rows)
+            _watch_masks(c, context, windows)
         logits = model(mx.zeros((1, 1), mx.int32), cache=cache)
         itemsize = logits.dtype.size
         kv_nbytes = sum(_cache_nbytes(c, context) for c in cache)
@@ -464,7 +464,7 @@ def measure_shape(skeleton: Skeleton, context: int | None) -> ModelShape:
         activation_itemsize=itemsize,
         context=context,
         kv_nbytes=kv_nbytes,
-        mask_row_nbytes=sum(mask_rows),
+        mask_windows=tuple(sorted(windows)),
         scores_in_memory=mx.default_device() == mx.cpu,
     )
 
@@ -486,27 +486,26 @@ def _cache_nbytes(cache: Any, context: int) -> int:
     return nbytes * -(-context // step) * step // grown
 
 
-def _watch_masks(cache: Any, context: int, rows: set[int]) -> None:
-    """Note in `rows` the bytes of a row of each kind of mask array that a forward asks of `cache`.
+def _watch_masks(cache: Any, context: int, windows: set[int]) -> None:
+    """Note in `windows` how far back each kind of mask array reaches that a forward asks for.
 
-    An array of booleans is as wide as the keys; a plain causal mask is no array.
+    A plain causal mask is no array. What is as wide as the keys reaches back to the beginning.
     """
     if isinstance(cache, CacheList):
         for c in cache.caches:
-            _watch_masks(c, context, rows)
+            _watch_masks(c, context, windows)
     elif isinstance(cache, (KVCache, RotatingKVCache)):
         make_mask = cache.make_mask
         rotating = isinstance(cache, RotatingKVCache)
-        width = min(context, cache.max_size + PREFILL_STEPS[0]) if rotating else context
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             if rotating or kwargs.get("return_array") or kwargs.get("window_size"):
-                rows.add(width)
+                windows.add(cache.max_size if rotating else context)
             return make_mask(*args, **kwargs)
 
         cache.make_mask = watched
     elif not isinstance(cache, ArraysCache):
-        rows.add(context)  # makes its own
+        windows.add(context)  # makes its own
 
 
 def replace_module(model: nn.Module, path: str, module: nn.Module) -> None:
