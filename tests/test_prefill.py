@@ -36,8 +36,9 @@ from smoe_mlx.load import load_model
 KINDS = ["qwen3_moe", "gpt_oss", "qwen3_next", "llama4", "longcat_flash_ngram", "nemotron_h"]
 
 
-def streamed(folder, slots=0.8, **options):
-    config = smoe_mlx.StreamingConfig(slots=slots, threads=2, debug=True, **options)
+def streamed(folder, slots=0.8, prefill_step=16, **options):
+    options |= {"prefill_step": prefill_step, "threads": 2, "debug": True}
+    config = smoe_mlx.StreamingConfig(slots=slots, **options)
     return load_model(folder, config=config)[0]
 
 
@@ -154,8 +155,10 @@ def test_options_of_generate_step(option, slots, tiny):
 
 
 def in_passes(model, tokens):
+    """Let so many tokens go at once, in chunks of 16."""
     streaming = model._streaming
-    plan = dataclasses.replace(streaming.plan, prefill_tokens=tokens)
+    states = {"prompt_states": max(0, tokens - 16) * 100, "token_state": 100, "chunk_graph": 0}
+    plan = dataclasses.replace(streaming.plan, **states)
     model._streaming = dataclasses.replace(streaming, plan=plan)
     return model
 
@@ -204,7 +207,7 @@ def routed(model, prompt, width, monkeypatch):
 @pytest.mark.parametrize("length", [16, 512, 4096, 16384])
 def test_no_more_bytes_than_those_of_the_distinct_experts(length, slots, slim, monkeypatch):
     prompt, width = random_tokens(length), 1024
-    model = streamed(slim, slots, context=20_000)
+    model = streamed(slim, slots, context=20_000, prefill_step=width)
     before = smoe_mlx.stats(model).bytes_read
     cache = make_prompt_cache(model, max_kv_size=64)  # little attention, to be quick
     mx.eval(layer_major(model, prompt, cache, width))

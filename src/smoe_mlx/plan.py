@@ -26,6 +26,8 @@ MAX_ROWS = 32768
 OVERHEAD_NBYTES = 4 << 20
 # Hidden states that a waiting token holds: measured 2.1 to 5.8, LongCat's doubled layers the most.
 STATES = 6
+# The graph of one chunk's way through a layer, not yet evaluated: measured 115 kB, of the host.
+GRAPH_NBYTES = 128 << 10
 # Memory that is left to the system when the plan is made from what is free.
 SYSTEM_SHARE, SYSTEM_NBYTES = 0.1, 2 << 30
 
@@ -80,8 +82,8 @@ class MemoryPlan:
         kv_cache: for `context` tokens.
         activations: at the widest point of a forward of `prefill_step` tokens.
         widest_step: the most tokens of a forward, whatever is asked for.
-        prompt_states: hidden states of a prompt on its way through the model layer by layer,
-            `prefill_tokens` of it at once.
+        prompt_states: what a prompt holds on its way through the model layer by layer, beside the
+            chunk that is computed: `token_state` a token, and `chunk_graph` a chunk.
         overhead: what MLX needs besides.
         memory: the budget that was asked for, or None.
         experts_nbytes: all routed experts, as they lie on disk.
@@ -98,7 +100,8 @@ class MemoryPlan:
     prefill_step: int
     widest_step: int
     prompt_states: int
-    prefill_tokens: int
+    token_state: int
+    chunk_graph: int
     overhead: int
     memory: int | None
     experts_nbytes: int
@@ -122,10 +125,19 @@ class MemoryPlan:
         fixed = self.backbone + self.kv_cache + self.overhead
         return fixed + self.slots_nbytes + self.activations + self.prompt_states
 
+    def pass_tokens(self, width: int) -> int:
+        """Tokens of a prompt that go layer by layer at once, in chunks of `width`."""
+        return width + self.prompt_states * width // (self.token_state * width + self.chunk_graph)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """`pass_tokens` in chunks of `prefill_step`."""
+        return self.pass_tokens(self.prefill_step)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        sums = {"slots": self.slots, "slots_nbytes": self.slots_nbytes, "total": self.total}
-        return {**asdict(self), **sums}
+        names = ("slots", "slots_nbytes", "prefill_tokens", "total")
+        return {**asdict(self), **{name: getattr(self, name) for name in names}}
 
     def __str__(self) -> str:
         share = 100 * self.slots / self.num_experts
@@ -188,7 +200,7 @@ def activation_nbytes(shape: ModelShape, tokens: int, context: int) -> int:
 def state_nbytes(shape: ModelShape, step: int, outputs: bool) -> int:
     """An upper estimate of what one token holds while others of its prompt pass the same layer.
 
-    Hidden states before and after a norm or two, what the router made of them, a row of a mask; and
+    Hidden states before and after a norm or two, what the router made of them, rows of masks; and
     where the experts of a layer do not fit into the slots at once, the `outputs` of its experts.
     """
     size = shape.activation_itemsize
@@ -289,10 +301,16 @@ def make_plan(
     def fixed(step: int) -> int:
         return shape.backbone_nbytes + kv + activations(step) + OVERHEAD_NBYTES
 
-    def per_token(step: int, slots: int) -> int:
+    graph = GRAPH_NBYTES * len(shape.layers)
+
+    def longest(step: int, outputs: bool) -> int:
+        """For a prompt as long as the context, of which one step is among the activations."""
+        token = state_nbytes(shape, step, outputs)
+        return -(-(context - step) * (token * step + graph) // step)
+
+    def outputs(slots: int) -> bool:
         banks = plan_banks(layouts, slots, max_buffer_nbytes)
-        fits = all(b.slots >= max(layouts[i].num_experts for i in b.layers) for b in banks)
-        return state_nbytes(shape, step, outputs=not fits)
+        return any(b.slots < max(layouts[i].num_experts for i in b.layers) for b in banks)
 
     def slots_nbytes(slots: int) -> int:
         return sum(b.nbytes for b in plan_banks(layouts, slots, max_buffer_nbytes))
@@ -307,8 +325,7 @@ def make_plan(
     if config.slots is not None:
         step, slots = steps[0], config.slots
         slots = max(fewest, round(slots * total)) if isinstance(slots, float) else slots
-        # For a prompt as long as the context; one step of it is among the activations.
-        states = (context - step) * per_token(step, slots) if slots < total else 0
+        states = longest(step, outputs(slots)) if slots < total else 0
     else:
         room = memory
         if room is None:
@@ -332,8 +349,7 @@ def make_plan(
             # and an eighth of the rest to the hidden states of a prompt.
             free = room - shape.backbone_nbytes - kv - OVERHEAD_NBYTES
             wide = max(min(free / 4, activations(steps[0])), activations(steps[-1]))
-            longest = (context - steps[-1]) * state_nbytes(shape, steps[0], outputs=False)
-            states = min(int((free - wide) / 8), longest)
+            states = min(int((free - wide) / 8), longest(steps[0], False))
             enough = reads if slots >= reads else fewest  # fewer get hardly any hits
             slots = max(enough, most_slots(free - wide - states))
         rest = room - slots_nbytes(slots)
@@ -349,7 +365,8 @@ def make_plan(
         prefill_step=step,
         widest_step=widest,
         prompt_states=states,
-        prefill_tokens=min(context, step + states // per_token(step, slots)),
+        token_state=state_nbytes(shape, step, outputs(slots)),
+        chunk_graph=graph,
         overhead=OVERHEAD_NBYTES,
         memory=memory,
         experts_nbytes=sum(x.nbytes for x in layouts),

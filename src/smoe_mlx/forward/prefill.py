@@ -47,7 +47,7 @@ def prefill(
     """Run a prompt through the model and return the logits [1, vocab] after its last token.
 
     The cache is then what mlx-lm's loop would have made of it. After any exception it holds the
-    passes that were completed (one takes `MemoryPlan.prefill_tokens` tokens, mostly the whole
+    passes that were completed (one takes `MemoryPlan.pass_tokens` tokens, mostly the whole
     prompt), and nothing of the one that was not.
 
     Args:
@@ -64,9 +64,10 @@ def prefill(
     counts = streaming.prefill
     total = len(prompt)
     chunks = [prompt[i : min(i + width, total - 1)] for i in range(0, total - 1, width)]
+    limit = streaming.plan.pass_tokens(width)
     passes: list[list[mx.array]] = [[]]
     for chunk in chunks:
-        if sum(map(len, passes[-1])) + len(chunk) > streaming.plan.prefill_tokens and passes[-1]:
+        if sum(map(len, passes[-1])) + len(chunk) > limit and passes[-1]:
             passes.append([])
         passes[-1].append(chunk)
     passes[-1].append(prompt[total - 1 :])
