@@ -57,7 +57,9 @@ def test_plan():
         assert word in out
     plan = json.loads(smoe("plan", "demo", "--memory", "30MB", "--json").stdout)
     assert plan["total"] <= 30_000_000
-    parts = ("backbone", "slots_nbytes", "kv_cache", "activations", "overhead")
+    parts = (
+        "backbone", "slots_nbytes", "kv_cache", "activations", "prompt_states", "overhead",
+    )  # fmt: skip
     assert sum(plan[k] for k in parts) == plan["total"]
 
 

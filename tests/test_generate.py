@@ -134,20 +134,6 @@ def test_stream_generate_responses_are_mlx_lms(tiny, tokenizer):
     ]
 
 
-def test_progress_is_reported_as_by_mlx_lm(tiny):
-    folder, prompt = tiny("qwen3_moe", "affine"), mx.array(random_tokens(23))
-    calls = []
-    for step, model in ((generate_step, resident(folder)), (smoe_generate_step, streamed(folder))):
-        seen = []
-        options = {"max_tokens": 1, "prefill_step_size": 5}
-        list(
-            step(prompt, model, prompt_progress_callback=lambda *a, s=seen: s.append(a), **options)
-        )
-        calls.append(seen)
-    assert calls[0] == calls[1]
-    assert len(calls[0]) == 7
-
-
 def test_no_forward_is_wasted(tiny, monkeypatch):
     folder = tiny("qwen3_moe", "affine")
     model, forwards = streamed(folder), []

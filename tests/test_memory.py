@@ -1,11 +1,14 @@
 """A model stays in the memory it was given: measured in a fresh process, load to last token."""
 
+import copy
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import CONFIGS, random_model, save_checkpoint
 
 import smoe_mlx
 
@@ -24,7 +27,7 @@ def resident_set():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024
 
-folder, memory, context = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+folder, options = sys.argv[1], json.loads(sys.argv[2])
 from mlx_lm.utils import load_tokenizer
 from pathlib import Path
 load_tokenizer(Path(folder))
@@ -33,23 +36,23 @@ gc.collect()
 peak_is_known = sys.platform == "linux"
 before = resident_set() if peak_is_known else 0
 mx.reset_peak_memory()
-config = smoe_mlx.StreamingConfig(memory=memory, context=context)
+config = smoe_mlx.StreamingConfig(**options)
 model, tokenizer = smoe_mlx.load(folder, config=config)
-prompt = mx.array([(i * 37) % 500 for i in range(context - 8)])
+prompt = mx.array([(i * 37) % 500 for i in range(config.context - 8)])
 for token, _ in generate_step(prompt, model, max_tokens=8):
     pass
 s = smoe_mlx.stats(model)
 print(json.dumps({
-    "plan": s.plan.total, "memory": memory, "peak": mx.get_peak_memory(),
-    "slots": s.plan.slots, "misses": s.misses,
+    "plan": s.plan.total, "peak": mx.get_peak_memory(),
+    "slots": s.plan.slots, "misses": s.misses, "passes": s.prefill_passes,
     "rss": resident_set() - before if peak_is_known else None,
 }))
 """
 
 
-def run(folder: Path, memory: int, context: int) -> dict:
+def run(folder: Path, **options: object) -> dict:
     out = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder), str(memory), str(context)],
+        [sys.executable, "-c", SCRIPT, str(folder), json.dumps(options)],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     return json.loads(out.stdout.splitlines()[-1])
@@ -64,7 +67,7 @@ def test_peak_memory_stays_within_the_plan(budget):
         "quarter": plan.minimum + plan.experts_nbytes // 4,
         "everything": plan.full,
     }[budget]
-    got = run(DEMO, memory, 1024)
+    got = run(DEMO, memory=memory, context=1024)
     assert got["plan"] <= memory
     assert got["peak"] <= 1.02 * got["plan"]
     assert got["misses"] > 0 or budget == "everything"
@@ -75,9 +78,40 @@ def test_peak_memory_stays_within_the_plan(budget):
 def test_the_plan_is_no_empty_promise():
     """The negative control: a plan that forgot the slots or the activations would be exceeded."""
     plan = smoe_mlx.plan(DEMO, slots=1.0)
-    got = run(DEMO, plan.total, 1024)
+    got = run(DEMO, memory=plan.total, context=1024)
     assert got["peak"] > got["plan"] - plan.slots_nbytes
     assert got["peak"] > 0.6 * got["plan"]
+
+
+@pytest.fixture(scope="module")
+def long_winded(tmp_path_factory):
+    """A tiny model that 16,384 tokens pass in seconds: mostly sliding windows, one head."""
+    config = copy.deepcopy(CONFIGS["mellum"])
+    config |= {"num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 3,
+               "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+               "hidden_size": 512}  # fmt: skip
+    folder = tmp_path_factory.mktemp("long") / "model"
+    save_checkpoint(folder, random_model(config), config)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder)
+    return folder
+
+
+@pytest.mark.parametrize("passes", ["one pass", "many passes"])
+def test_peak_memory_of_a_long_prompt_stays_within_the_plan(long_winded, passes):
+    """Its hidden states are in the plan; where there is no room for them, it goes in passes."""
+    options = {"context": 16_384, "prefill_step": 512}
+    plan = smoe_mlx.plan(long_winded, config=smoe_mlx.StreamingConfig(slots=0.5, **options))
+    if passes == "one pass":
+        got = run(long_winded, slots=0.5, **options)
+        assert got["passes"] == 1
+        assert got["peak"] > plan.total - plan.prompt_states, "the states are no empty promise"
+    else:
+        got = run(long_winded, memory=plan.total - plan.prompt_states, **options)
+        assert got["passes"] > 10
+        assert got["plan"] <= plan.total - plan.prompt_states
+    assert got["peak"] <= got["plan"]
+    assert got["misses"] > 0
 
 
 def test_a_235b_skeleton_fits_into_little(tmp_path):

@@ -135,12 +135,18 @@ def test_no_array_is_larger_than_the_device_takes(layouts, slots, fit):
 
 def check_plan(plan: MemoryPlan, layouts, shape: ModelShape) -> None:
     assert plan.total == (
-        plan.backbone + plan.slots_nbytes + plan.kv_cache + plan.activations + plan.overhead
+        plan.backbone
+        + plan.slots_nbytes
+        + plan.kv_cache
+        + plan.activations
+        + plan.prompt_states
+        + plan.overhead
     )
     assert plan.slots == sum(b.slots for b in plan.banks)
     assert plan.slots_nbytes == sum(b.slots * b.expert_nbytes for b in plan.banks)
     assert (plan.backbone, plan.kv_cache) == (shape.backbone_nbytes, shape.kv_nbytes)
     assert plan.activations == activation_nbytes(shape, plan.prefill_step, shape.context)
+    assert plan.prefill_step <= plan.prefill_tokens <= plan.context
     assert plan.num_experts == sum(x.num_experts for x in layouts)
     assert plan.experts_nbytes == sum(x.nbytes for x in layouts)
     assert plan.minimum <= plan.useful <= plan.full
@@ -177,12 +183,33 @@ def test_slots_are_taken_as_they_are_given(layouts, slots, step):
     check_plan(plan, layouts, shape)
     assert plan.slots == min(slots, plan.num_experts)
     assert plan.memory is None
+    if plan.slots < plan.num_experts:
+        assert plan.prefill_tokens == plan.context
 
 
 @given(models, st.floats(0, 1, exclude_min=True))
 def test_a_share_of_slots_is_rounded_and_always_works(layouts, share):
     plan = plan_of(layouts, slots=share)
     assert plan.slots == max(len(group_layers(layouts)), round(share * plan.num_experts))
+
+
+def test_narrow_chunks_have_more_graph_and_go_fewer_tokens_at_once():
+    layouts = [make_layout(8, (10,))] * 4
+    plan = plan_of(layouts, slots=8, context=4096)
+    tokens = [plan.pass_tokens(width) for width in (1, 16, 256, 2048)]
+    assert tokens == sorted(tokens)
+    assert tokens[-1] == 4096
+    for width, n in zip((1, 16, 256, 2048), tokens, strict=True):
+        assert (n - width) * plan.token_state + (n - width) // width * plan.chunk_graph <= (
+            plan.prompt_states
+        )
+
+
+def test_no_forward_is_wider_than_kernels_stand():
+    layouts = [make_layout(64, (10,))]
+    assert plan_of(layouts, make_shape(layouts, top_k=1), slots=8).prefill_step == 2048
+    plan = plan_of(layouts, make_shape(layouts, top_k=32), slots=8, prefill_step=4096)
+    assert plan.prefill_step == plan.widest_step == 1024
 
 
 def test_too_few_slots_are_refused_with_the_number_that_works():

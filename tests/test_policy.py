@@ -14,6 +14,7 @@ keys = st.tuples(st.integers(0, 2), st.integers(0, 4))
 operations = st.lists(
     st.tuples(st.just("touch"), keys)
     | st.tuples(st.just("discard"), keys)
+    | st.tuples(st.just("demote"), keys)
     | st.tuples(st.just("victim"), st.sets(keys, max_size=6)),
     max_size=60,
 )
@@ -28,6 +29,10 @@ class ListLRU:
     def touch(self, key):
         self.discard(key)
         self.order.append(key)
+
+    def demote(self, key):
+        self.discard(key)
+        self.order.insert(0, key)
 
     def discard(self, key):
         self.order = [k for k in self.order if k != key]
@@ -58,6 +63,9 @@ class ListLFU:
         self.uses.setdefault(key, []).append(self.clock)
         self.candidates.add(key)
 
+    def demote(self, key):
+        self.uses[key] = []
+
     def discard(self, key):
         self.candidates.discard(key)
 
@@ -65,7 +73,8 @@ class ListLFU:
         """At the key's next chance: what its layer has behind it this pass comes a pass later."""
         passed = key[0] <= self.layer
         at = self.clock + self.step * passed
-        return math.log2(sum(2 ** (use - at) for use in self.uses[key]))
+        weight = sum(2 ** (use - at) for use in self.uses[key])
+        return math.log2(weight) if weight else -math.inf
 
     def best(self, keep):
         return min((k for k in self.candidates if k not in keep), key=self.value, default=None)
@@ -77,6 +86,8 @@ class ListLFU:
 def test_a_policy_is_its_model(policy, model, steps):
     mine, plain = policy(), model()
     for name, argument in steps:
+        if name == "demote" and argument not in plain.candidates:
+            continue
         if name != "victim":
             getattr(mine, name)(argument)
             getattr(plain, name)(argument)

@@ -24,6 +24,7 @@ from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .forward.prefill import prefill
 from .stats import streaming_of
 
 # Freed buffers are given back to the system this often (as mlx-lm does).
@@ -52,7 +53,8 @@ def generate_step(
     `prefill_step_size` None takes what the memory plan chose (2048 where memory allows it).
     """
     streaming = streaming_of(model)
-    step_size = prefill_step_size or streaming.plan.prefill_step
+    plan = streaming.plan
+    step_size = min(prefill_step_size or plan.prefill_step, plan.widest_step)
     options = {
         "max_tokens": max_tokens,
         "sampler": sampler,
@@ -82,34 +84,28 @@ def generate_step(
     )
     seen = prompt[:0]  # what logits processors look at
 
-    def step(tokens: mx.array) -> tuple[int, mx.array]:
+    def emit(logits: mx.array, tokens: mx.array) -> tuple[int, mx.array]:
         nonlocal seen
-        logits = model(tokens[None], cache=cache)[:, -1, :]
         if logits_processors:
             seen = mx.concatenate([seen, tokens])
             for process in logits_processors:
                 logits = process(seen, logits)
-        quantize_cache(cache)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         token = sampler(logprobs)
         mx.eval(token, logprobs)
         return int(token.item()), logprobs.squeeze(0)  # type: ignore[arg-type]
 
+    def step(tokens: mx.array) -> tuple[int, mx.array]:
+        logits = model(tokens[None], cache=cache)[:, -1, :]
+        quantize_cache(cache)
+        return emit(logits, tokens)
+
     try:
         with mx.stream(stream):
-            total, done = len(prompt), 0
+            total = len(prompt)
             progress(0, total)
-            while total - done > 1:
-                chunk = prompt[done : done + min(step_size, total - done - 1)]
-                model(chunk[None], cache=cache)
-                quantize_cache(cache)
-                mx.eval([c.state for c in cache])
-                if logits_processors:
-                    seen = mx.concatenate([seen, chunk])
-                done += len(chunk)
-                progress(done, total)
-                mx.clear_cache()
-            token, logprobs = step(prompt[done:])
+            logits = prefill(model, streaming, prompt, cache, step_size, quantize_cache, progress)
+            token, logprobs = emit(logits, prompt)
             progress(total, total)
         n = 0
         while n != max_tokens:

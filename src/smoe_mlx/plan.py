@@ -20,8 +20,14 @@ from .errors import BudgetError
 from .store.layout import ExpertLayout, TensorSpec
 
 PREFILL_STEPS = (2048, 1024, 512, 256, 128, 64)  # mlx-lm's default first
+# MLX kernels have been silently wrong beyond so many rows of routed pairs (mlx-lm issue 1585).
+MAX_ROWS = 32768
 # Small buffers, masks, samplers and the like; measured, not derived.
 OVERHEAD_NBYTES = 4 << 20
+# Hidden states that a waiting token holds: measured 2.1 to 5.8, LongCat's doubled layers the most.
+STATES = 6
+# The graph of one chunk's way through a layer, not yet evaluated: measured 115 kB, of the host.
+GRAPH_NBYTES = 128 << 10
 # Memory that is left to the system when the plan is made from what is free.
 SYSTEM_SHARE, SYSTEM_NBYTES = 0.1, 2 << 30
 
@@ -48,6 +54,7 @@ class ModelShape:
     activation_itemsize: int
     context: int
     kv_nbytes: int
+    mask_windows: tuple[int, ...] = ()  # of the mask arrays that a forward keeps, a byte each
     scores_in_memory: bool = False  # the backend writes attention scores out (MLX's CPU)
 
 
@@ -74,6 +81,9 @@ class MemoryPlan:
         banks: the slot banks; `slots` and `slots_nbytes` sum them up.
         kv_cache: for `context` tokens.
         activations: at the widest point of a forward of `prefill_step` tokens.
+        widest_step: the most tokens of a forward, whatever is asked for.
+        prompt_states: what a prompt holds on its way through the model layer by layer, beside the
+            chunk that is computed: `token_state` a token, and `chunk_graph` a chunk.
         overhead: what MLX needs besides.
         memory: the budget that was asked for, or None.
         experts_nbytes: all routed experts, as they lie on disk.
@@ -88,6 +98,10 @@ class MemoryPlan:
     context: int
     activations: int
     prefill_step: int
+    widest_step: int
+    prompt_states: int
+    token_state: int
+    chunk_graph: int
     overhead: int
     memory: int | None
     experts_nbytes: int
@@ -108,12 +122,22 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """What MLX will have allocated at its peak."""
-        return self.backbone + self.slots_nbytes + self.kv_cache + self.activations + self.overhead
+        fixed = self.backbone + self.kv_cache + self.overhead
+        return fixed + self.slots_nbytes + self.activations + self.prompt_states
+
+    def pass_tokens(self, width: int) -> int:
+        """Tokens of a prompt that go layer by layer at once, in chunks of `width`."""
+        return width + self.prompt_states * width // (self.token_state * width + self.chunk_graph)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """`pass_tokens` in chunks of `prefill_step`."""
+        return self.pass_tokens(self.prefill_step)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        sums = {"slots": self.slots, "slots_nbytes": self.slots_nbytes, "total": self.total}
-        return {**asdict(self), **sums}
+        names = ("slots", "slots_nbytes", "prefill_tokens", "total")
+        return {**asdict(self), **{name: getattr(self, name) for name in names}}
 
     def __str__(self) -> str:
         share = 100 * self.slots / self.num_experts
@@ -123,6 +147,8 @@ class MemoryPlan:
              f"{self.slots:,} of {self.num_experts:,} experts ({share:.1f} %)"),
             ("KV cache", self.kv_cache, f"{self.context:,} tokens"),
             ("activations", self.activations, f"{self.prefill_step:,} prompt tokens at a time"),
+            ("prompt states", self.prompt_states,
+             f"{self.prefill_tokens:,} prompt tokens layer by layer"),
             ("overhead", self.overhead, ""),
             ("total", self.total,
              "" if self.memory is None else f"of {format_bytes(self.memory)} given"),
@@ -169,6 +195,18 @@ def activation_nbytes(shape: ModelShape, tokens: int, context: int) -> int:
     per_token = (max(experts, attention) + 4 * shape.hidden_size) * size
     logits = 4 * shape.vocab_size * max(size, 4)
     return tokens * per_token + logits
+
+
+def state_nbytes(shape: ModelShape, step: int, outputs: bool) -> int:
+    """An upper estimate of what one token holds while others of its prompt pass the same layer.
+
+    Hidden states before and after a norm or two, what the router made of them, rows of masks; and
+    where the experts of a layer do not fit into the slots at once, the `outputs` of its experts.
+    """
+    size = shape.activation_itemsize
+    masks = sum(min(shape.context, w + step) for w in shape.mask_windows)
+    routed = max(x.top_k * (8 + x.input_dims * size * outputs) for x in shape.layers)
+    return STATES * shape.hidden_size * size + routed + masks
 
 
 def group_layers(layouts: Sequence[ExpertLayout]) -> list[tuple[int, ...]]:
@@ -263,6 +301,17 @@ def make_plan(
     def fixed(step: int) -> int:
         return shape.backbone_nbytes + kv + activations(step) + OVERHEAD_NBYTES
 
+    graph = GRAPH_NBYTES * len(shape.layers)
+
+    def longest(step: int, outputs: bool) -> int:
+        """For a prompt as long as the context, of which one step is among the activations."""
+        token = state_nbytes(shape, step, outputs)
+        return -(-(context - step) * (token * step + graph) // step)
+
+    def outputs(slots: int) -> bool:
+        banks = plan_banks(layouts, slots, max_buffer_nbytes)
+        return any(b.slots < max(layouts[i].num_experts for i in b.layers) for b in banks)
+
     def slots_nbytes(slots: int) -> int:
         return sum(b.nbytes for b in plan_banks(layouts, slots, max_buffer_nbytes))
 
@@ -270,11 +319,13 @@ def make_plan(
         return _most_slots(slots_nbytes, int(room), fewest, total)
 
     steps = [config.prefill_step] if config.prefill_step else list(PREFILL_STEPS)
-    steps = sorted({min(s, context) for s in steps}, reverse=True)
+    widest = max(1, MAX_ROWS // max(s.top_k for s in shape.layers))
+    steps = sorted({min(s, context, widest) for s in steps}, reverse=True)
     memory = None if config.memory is None else parse_bytes(config.memory)
     if config.slots is not None:
         step, slots = steps[0], config.slots
         slots = max(fewest, round(slots * total)) if isinstance(slots, float) else slots
+        states = longest(step, outputs(slots)) if slots < total else 0
     else:
         room = memory
         if room is None:
@@ -292,14 +343,18 @@ def make_plan(
                 f"({format_bytes(shape.backbone_nbytes)} of it backbone) "
                 f"for a context of {context} tokens."
             )
-        if slots < total and len(steps) > 1:
-            # A wide prefill reads less in all: leave it up to a quarter of what is not backbone.
+        states = 0
+        if slots < total:
+            # A wide prefill reads less in all: leave it up to a quarter of what is not backbone,
+            # and an eighth of the rest to the hidden states of a prompt.
             free = room - shape.backbone_nbytes - kv - OVERHEAD_NBYTES
             wide = max(min(free / 4, activations(steps[0])), activations(steps[-1]))
+            states = min(int((free - wide) / 8), longest(steps[0], False))
             enough = reads if slots >= reads else fewest  # fewer get hardly any hits
-            slots = max(enough, most_slots(free - wide))
+            slots = max(enough, most_slots(free - wide - states))
         rest = room - slots_nbytes(slots)
-        step = next((s for s in steps if fixed(s) <= rest), steps[-1])
+        step = next((s for s in steps if fixed(s) + states <= rest), steps[-1])
+        states = max(0, min(states, rest - fixed(step)))
     banks = plan_banks(layouts, slots, max_buffer_nbytes)
     return MemoryPlan(
         backbone=shape.backbone_nbytes,
@@ -308,6 +363,10 @@ def make_plan(
         context=context,
         activations=activations(step),
         prefill_step=step,
+        widest_step=widest,
+        prompt_states=states,
+        token_state=state_nbytes(shape, step, outputs(slots)),
+        chunk_graph=graph,
         overhead=OVERHEAD_NBYTES,
         memory=memory,
         experts_nbytes=sum(x.nbytes for x in layouts),

@@ -468,8 +468,11 @@ def measure_shape(skeleton: Skeleton, context: int | None) -> ModelShape:
         context = min(4096, int(text.get("max_position_embeddings") or 4096))
     kv_nbytes = 0
     itemsize = 2
+    windows: set[int] = set()
     try:
         cache = make_prompt_cache(model)
+        for c in cache:
+            _watch_masks(c, context, windows)
         logits = model(mx.zeros((1, 1), mx.int32), cache=cache)
         itemsize = logits.dtype.size
         kv_nbytes = sum(_cache_nbytes(c, context) for c in cache)
@@ -498,6 +501,7 @@ def measure_shape(skeleton: Skeleton, context: int | None) -> ModelShape:
         activation_itemsize=itemsize,
         context=context,
         kv_nbytes=kv_nbytes,
+        mask_windows=tuple(sorted(windows)),
         scores_in_memory=mx.default_device() == mx.cpu,
     )
 
@@ -517,6 +521,28 @@ def _cache_nbytes(cache: Any, context: int) -> int:
     step = getattr(cache, "step", 1) if isinstance(cache, (KVCache, RotatingKVCache)) else 1
     grown = max((a.shape[2] for a in arrays if a.ndim == 4), default=1)
     return nbytes * -(-context // step) * step // grown
+
+
+def _watch_masks(cache: Any, context: int, windows: set[int]) -> None:
+    """Note in `windows` how far back each kind of mask array reaches that a forward asks for.
+
+    A plain causal mask is no array. What is as wide as the keys reaches back to the beginning.
+    """
+    if isinstance(cache, CacheList):
+        for c in cache.caches:
+            _watch_masks(c, context, windows)
+    elif isinstance(cache, (KVCache, RotatingKVCache)):
+        make_mask = cache.make_mask
+        rotating = isinstance(cache, RotatingKVCache)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if rotating or kwargs.get("return_array") or kwargs.get("window_size"):
+                windows.add(cache.max_size if rotating else context)
+            return make_mask(*args, **kwargs)
+
+        cache.make_mask = watched
+    elif not isinstance(cache, ArraysCache):
+        windows.add(context)  # makes its own
 
 
 def replace_module(model: nn.Module, path: str, module: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """Counters of a streamed model, as a dataclass that prints itself."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -12,12 +12,21 @@ from .errors import UnsupportedModelError
 from .plan import MemoryPlan, format_bytes
 
 
+@dataclass
+class PrefillStats:
+    """How prompts went through the model: in how many layer-major passes, or why in none."""
+
+    passes: int = 0
+    fallback: str = ""
+
+
 @dataclass(frozen=True)
 class Streaming:
     """What a streamed model carries besides its modules."""
 
     cache: SharedExpertCache
     plan: MemoryPlan
+    prefill: PrefillStats = field(default_factory=PrefillStats)
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,9 @@ class Stats:
         wait_seconds: time in which the model waited for reads.
         waves: groups of experts that were worked through; more than `calls` if slots ran short.
         resident_calls: layer calls that needed no look at the routing.
+        prefill_passes: times that a prompt, or as much of it as the memory plan takes at once, went
+            through the model layer by layer.
+        prefill_fallback: why prompts go chunk by chunk instead, or "".
         peak_memory: most bytes that MLX held, of all it did in this process.
         bets: experts that were read ahead, before their layer asked for them.
         layers: the counters of each MoE layer.
@@ -47,6 +59,8 @@ class Stats:
     waves: int
     resident_calls: int
     io: str
+    prefill_passes: int
+    prefill_fallback: str
     peak_memory: int
     plan: MemoryPlan
     bets: BetStats
@@ -79,6 +93,8 @@ class Stats:
             f"{self.bets.cancelled:,} not begun",
             f"layer calls       {self.calls:,} by routing ({self.waves:,} waves), "
             f"{self.resident_calls:,} without",
+            f"prompts           {self.prefill_passes:,} passes layer by layer"
+            + (f"; chunk by chunk: {self.prefill_fallback}" if self.prefill_fallback else ""),
             f"peak memory       {format_bytes(self.peak_memory)} "
             f"(plan {format_bytes(self.plan.total)})",
         ]
@@ -117,6 +133,8 @@ def stats(model: nn.Module) -> Stats:
         waves=sum(x.waves for x in layers),
         resident_calls=sum(x.resident_calls for x in layers),
         io=reader.io,
+        prefill_passes=streaming.prefill.passes,
+        prefill_fallback=streaming.prefill.fallback,
         peak_memory=mx.get_peak_memory(),
         plan=streaming.plan,
         bets=BetStats(**asdict(cache.stats.bets)),

@@ -149,6 +149,8 @@ class SharedExpertCache:
         self.trace: Callable[[int, np.ndarray], None] | None = None
         self._check, self._checked = check, set[Key]()
         self._debug = debug
+        # While a prompt goes layer by layer: what switch modules call in place of computing.
+        self.defer: Callable[..., mx.array | None] | None = None
         self._pending: list[mx.array] = []
         self._claimed: set[Key] = set()  # what the last claim needs: no bet evicts it
         self._loading: _Loading | None = None
@@ -299,6 +301,9 @@ class SharedExpertCache:
             self.stats.layers[layer].hits += len(experts)
             self._claimed = {(layer, e) for e in experts}
             return slots, ()
+        if bank.holds_all:
+            self.resident(layer)
+            return [table[e] for e in ids], ()
         if len(experts) + len(bank.pinned) > bank.slots:
             return None
         ahead = ahead and self.reader.slow
@@ -307,13 +312,13 @@ class SharedExpertCache:
             if loading is not None and (not ahead or not loading.hits):
                 self._finish(loading)
                 loading = None
+            if self._debug and loading is None:
+                self.check()
+            coming = {} if loading is None else loading.slots
+            return [coming[e] if e in coming else table[e] for e in ids], coming.keys()
         except BaseException:
             self._recover()
             raise
-        if self._debug and loading is None:
-            self.check()
-        coming = {} if loading is None else loading.slots
-        return [coming[e] if e in coming else table[e] for e in ids], coming.keys()
 
     def finish_few(self) -> None:
         """Return when what `claim_few` left behind is there; raises as `claim`."""
@@ -576,6 +581,27 @@ class SharedExpertCache:
             self._finish(self._start(bank, layer, experts))
             for e in experts:
                 bank.policy.discard((layer, e))
+
+    # ---- whole layers, one after the other -----------------------------------------------------
+
+    def fits(self, layer: int) -> bool:
+        """Whether all experts of `layer` can be in memory at once, whatever else is pinned."""
+        bank = self._bank_of[layer]
+        return self.layouts[layer].num_experts + len(bank.pinned) <= bank.slots
+
+    def keep_most_used(self, layer: int, ids: np.ndarray) -> None:
+        """Let all but the experts most frequent in `ids` go first when others need their slots.
+
+        As many are kept as every layer can while all experts of another one pass through.
+        """
+        bank = self._bank_of[layer]
+        largest = max(x.num_experts for x in bank.layouts.values())
+        keep = (bank.slots - len(bank.pinned) - largest) // len(bank.layouts)
+        if keep > 0:
+            counts = np.bincount(ids, minlength=self.layouts[layer].num_experts)
+            for e in np.argsort(-counts, kind="stable")[keep:].tolist():
+                if (layer, e) in bank.policy:
+                    bank.policy.demote((layer, e))
 
     # ---- pins --------------------------------------------------------------------------------
 

@@ -21,6 +21,9 @@ class Policy(Protocol):
     def touch(self, key: Key) -> None:
         """`key` was used just now (and is added if it is new)."""
 
+    def demote(self, key: Key) -> None:
+        """`key`, a candidate, is to go before all others."""
+
     def __contains__(self, key: Key) -> bool:
         """Whether `key` is a candidate."""
 
@@ -44,6 +47,9 @@ class LRU:
     def touch(self, key: Key) -> None:
         self._order[key] = None
         self._order.move_to_end(key)
+
+    def demote(self, key: Key) -> None:
+        self._order.move_to_end(key, last=False)
 
     def discard(self, key: Key) -> None:
         self._order.pop(key, None)
@@ -76,7 +82,8 @@ class LFU:
 
     def __init__(self) -> None:
         # All weights fade alike, so a new use counts for more instead: `_unit` grows. A weight
-        # never falls, so a heap entry is a lower bound, put right when it comes to the top.
+        # only falls in `demote`, so a key's least heap entry is a lower bound, put right when it
+        # comes to the top.
         self._weights: dict[Key, float] = {}  # of evicted keys as well
         self._unit = 1.0
         self._candidates: set[Key] = set()
@@ -116,6 +123,11 @@ class LFU:
                 heap[:] = [(w / self._unit, k) for w, k in heap]
             self._stale.update(self._heaps)
             self._unit = 1.0
+
+    def demote(self, key: Key) -> None:
+        self._weights[key] = 0.0  # less than its heap entry: it needs another
+        heapq.heappush(self._heaps[key[0]], (0.0, key))
+        self._stale.add(key[0])
 
     def discard(self, key: Key) -> None:
         self._candidates.discard(key)

@@ -5,7 +5,7 @@ with the model's own block. The arithmetic is that of `mlx_lm.models.switch_laye
 operation, with slot numbers in place of expert numbers.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +117,12 @@ class _StreamingSwitch(nn.Module):
             self._cache.trace(self._layer, np.array(indices if true is None else true))
         arrays = self._cache.resident(self._layer)
         if arrays is not None:
-            return self._in_one(arrays, x, indices)
+            return self.in_one(arrays, x, indices)
+        if self._cache.defer is not None:
+            self._set_true_indices(None)
+            ids_of = indices if true is None else true
+            if (y := self._cache.defer(self, self._layer, x, indices, ids_of)) is not None:
+                return y
         if indices.size < SORT_FROM and true is None:
             return self._few(x, indices)
         self._set_true_indices(None)
@@ -131,10 +136,10 @@ class _StreamingSwitch(nn.Module):
             stats.calls += 1
             stats.waves += len(waves)
             if len(waves) > 1:
-                return self._in_waves(x, ids, waves)
+                return next(self.in_waves([(x, ids)], waves))
             self._cache.claim(self._layer, waves[0])
             slots = mx.array(self._cache.table(self._layer)[ids].astype(np.uint32))
-            y = self._in_one(self._cache.arrays(self._layer), x, slots)
+            y = self.in_one(self._cache.arrays(self._layer), x, slots)
             if ids.size >= SORT_FROM:
                 mx.eval(y)  # large: holding it would cost memory, and a sync is nothing here
             else:
@@ -162,7 +167,7 @@ class _StreamingSwitch(nn.Module):
                 array = np.array(ids).reshape(shape)
                 waves = cache.waves(layer, array)
                 stats.waves += len(waves)
-                return self._in_waves(x, array, waves)
+                return next(self.in_waves([(x, array)], waves))
             stats.waves += 1
             slots, coming = claimed
             try:
@@ -171,7 +176,7 @@ class _StreamingSwitch(nn.Module):
                 if coming:
                     y = self._in_two(x, ids, slots, coming, shape)
                 else:
-                    y = self._in_one(cache.arrays(layer), x, _shaped(slots, shape))
+                    y = self.in_one(cache.arrays(layer), x, _shaped(slots, shape))
             finally:
                 cache.finish_few()
             cache.hold(y)
@@ -192,7 +197,7 @@ class _StreamingSwitch(nn.Module):
 
         def compute(places: list[int]) -> mx.array:
             chosen = _shaped([slots[i] for i in places], (*shape[:-1], len(places)))
-            return self._in_one(arrays, x, chosen)
+            return self.in_one(arrays, x, chosen)
 
         parts = [compute(first)]
         mx.async_eval(parts[0])  # type: ignore[no-untyped-call]
@@ -203,7 +208,7 @@ class _StreamingSwitch(nn.Module):
             back[i] = at
         return mx.take(mx.concatenate(parts, axis=-2), mx.array(back, mx.uint32), axis=-2)
 
-    def _in_one(self, arrays: Arrays, x: mx.array, indices: mx.array) -> mx.array:
+    def in_one(self, arrays: Arrays, x: mx.array, indices: mx.array) -> mx.array:
         """As mlx-lm's SwitchGLU.__call__."""
         x = mx.expand_dims(x, (-2, -3))
         in_order = indices.size >= SORT_FROM
@@ -215,34 +220,49 @@ class _StreamingSwitch(nn.Module):
             x = _scatter_unsort(x, inv_order, indices.shape)
         return x.squeeze(-2)
 
-    def _in_waves(self, x: mx.array, ids: np.ndarray, waves: list[list[int]]) -> mx.array:
-        """More distinct experts than slots: load some, compute their rows, load the next."""
-        k, flat = ids.shape[-1], ids.ravel()
-        rows = mx.expand_dims(x.reshape(-1, x.shape[-1]), -2)  # [tokens, 1, D]
+    def in_waves(
+        self,
+        calls: Sequence[tuple[mx.array, np.ndarray]],
+        waves: list[list[int]],
+        before_wave: Callable[[], object] = lambda: None,
+    ) -> Iterator[mx.array]:
+        """More distinct experts than slots: load some, compute their rows, load the next.
+
+        calls: (x [..., D], ids [..., k]); yields the output of each, [..., k, D].
+        """
         wave_of = np.empty(self._num_experts, np.int32)
         for w, experts in enumerate(waves):
             wave_of[experts] = w
-        wave_of_pair = wave_of[flat]
-        outputs, orders = [], []
+        outputs: list[list[mx.array]] = [[] for _ in calls]
+        orders: list[list[np.ndarray]] = [[] for _ in calls]
         for w, experts in enumerate(waves):
+            before_wave()
             self._cache.claim(self._layer, experts)
-            pairs = np.flatnonzero(wave_of_pair == w)
-            slots = self._cache.table(self._layer)[flat[pairs]]
-            order = np.argsort(slots, kind="stable")
-            pairs, slots = pairs[order], slots[order]
-            y = self._experts(
-                self._cache.arrays(self._layer),
-                rows[mx.array(pairs // k)],
-                mx.array(slots.astype(np.uint32)),
-                ids.size >= SORT_FROM,
-            )
-            mx.eval(y)  # before the next wave rewrites these slots
-            outputs.append(y)
-            orders.append(pairs)
-        back = np.empty(flat.size, np.uint32)
-        back[np.concatenate(orders)] = np.arange(flat.size, dtype=np.uint32)
-        y = mx.concatenate(outputs)[mx.array(back)]
-        return y.reshape(*ids.shape, y.shape[-1])
+            table = self._cache.table(self._layer)
+            for n, (x, ids) in enumerate(calls):
+                flat = ids.ravel()
+                pairs = np.flatnonzero(wave_of[flat] == w)
+                if not pairs.size:
+                    continue
+                slots = table[flat[pairs]]
+                order = np.argsort(slots, kind="stable")
+                pairs, slots = pairs[order], slots[order]
+                rows = mx.expand_dims(x.reshape(-1, x.shape[-1]), -2)  # [tokens, 1, D]
+                y = self._experts(
+                    self._cache.arrays(self._layer),
+                    rows[mx.array(pairs // ids.shape[-1])],
+                    mx.array(slots.astype(np.uint32)),
+                    ids.size >= SORT_FROM,
+                )
+                mx.eval(y)  # before the next wave rewrites these slots
+                outputs[n].append(y)
+                orders[n].append(pairs)
+        for n, (_, ids) in enumerate(calls):
+            back = np.empty(ids.size, np.uint32)
+            back[np.concatenate(orders[n])] = np.arange(ids.size, dtype=np.uint32)
+            y = mx.concatenate(outputs[n])[mx.array(back)]
+            outputs[n].clear()
+            yield y.reshape(*ids.shape, y.shape[-1])
 
 
 def _flat(nested: Any, shape: tuple[int, ...]) -> list[int]:

@@ -1,0 +1,176 @@
+"""Compare time to first token and bytes read: layer-major prefill, chunk by chunk, and mlx-lm.
+
+    python benchmarks/prefill.py
+    python benchmarks/prefill.py --model /tmp/bench/mid --tokens 512 4096 --slots 0.125
+
+Three arms: mlx-lm with everything in memory, smoe_mlx layer by layer, and smoe_mlx chunk by chunk
+through the same slots (what it falls back to, and what mlx-lm's own loop does with a streamed
+model). Every prompt is run in a process of its own, after a short one that warms up; the arms take
+turns in an order that moves on with every round. The first token's bits must be the same in all.
+Ratios are medians over the rounds, of pairs within a round.
+
+`--cold` asks the system to forget the checkpoint's files before each timed prompt (Linux).
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from decode import TEXT, physical_nbytes, rotated
+
+ARMS = ("mlx-lm", "layer-major", "chunked")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="demo", help="folder, or demo (the bundled model)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512], help="prompt lengths")
+    parser.add_argument("--slots", type=float, default=0.125, help="share of experts in slots")
+    parser.add_argument("--width", type=int, default=128, help="tokens of a chunk")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cold", action="store_true", help="drop cached file pages first")
+    parser.add_argument("--json", type=Path, help="write all measurements to this file")
+    parser.add_argument("--arm", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.arm:
+        run_arm(args, args.arm[0], int(args.arm[1]))
+    else:
+        compare(args)
+
+
+# ---- one prompt, in a process of its own ---------------------------------------------------------
+
+
+def run_arm(args: argparse.Namespace, arm: str, tokens: int) -> None:
+    import mlx.core as mx
+    import mlx_lm
+    import numpy as np
+    from mlx_lm.generate import generate_step as mlx_generate_step
+
+    import smoe_mlx
+    from smoe_mlx.generate import generate_step
+    from smoe_mlx.hub import find_model
+
+    folder = find_model(args.model)
+    step = mlx_generate_step if arm == "mlx-lm" else generate_step
+    if arm == "mlx-lm":
+        model, tokenizer = mlx_lm.load(str(folder))
+    else:
+        config = smoe_mlx.StreamingConfig(
+            slots=args.slots, context=tokens + 1, prefill_step=min(args.width, tokens)
+        )
+        model, tokenizer = smoe_mlx.load(folder, config=config)
+        if arm == "chunked":
+            model._streaming.prefill.fallback = "asked for"
+    text = tokenizer.encode(TEXT)
+    prompt = mx.array((text * (tokens // len(text) + 1))[:tokens])
+
+    def first_token(prompt: mx.array) -> mx.array:
+        options = {"max_tokens": 1, "prefill_step_size": args.width}
+        return next(iter(step(prompt, model, **options)))[1]
+
+    first_token(prompt[: args.width // 2])
+    if args.cold:
+        for path in filter(Path.is_file, folder.iterdir()):
+            with path.open("rb") as f:
+                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    mx.reset_peak_memory()
+    before, io, start = counters(model), physical_nbytes(), time.perf_counter()
+    logprobs = first_token(prompt)
+    seconds = time.perf_counter() - start
+    used = {k: v - before[k] for k, v in counters(model).items()}
+    # float32 takes every bit of float16 and bfloat16.
+    bits = np.array(logprobs.astype(mx.float32)).tobytes()
+    result = {
+        "arm": arm,
+        "tokens": tokens,
+        "seconds": seconds,
+        "bytes": used["bytes"],
+        "wait": used["wait"],
+        "passes": used["passes"],
+        "experts_nbytes": None if arm == "mlx-lm" else smoe_mlx.stats(model).plan.experts_nbytes,
+        "physical_bytes": None if io is None else physical_nbytes() - io,
+        "peak_memory": mx.get_peak_memory(),
+        "hash": hashlib.sha256(bits).hexdigest()[:16],
+    }
+    print(json.dumps(result))
+
+
+def counters(model: object) -> dict[str, float]:
+    """What a streamed model has counted so far; zeros for another."""
+    import smoe_mlx
+
+    if not hasattr(model, "_streaming"):
+        return dict.fromkeys(("bytes", "wait", "passes"), 0)
+    s = smoe_mlx.stats(model)
+    return {"bytes": s.bytes_read, "wait": s.wait_seconds, "passes": s.prefill_passes}
+
+
+# ---- all arms ------------------------------------------------------------------------------------
+
+
+def compare(args: argparse.Namespace) -> None:
+    runs: list[dict] = []
+    for i in range(args.rounds):
+        for tokens in args.tokens:
+            for arm in rotated(list(ARMS), i):
+                command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm, str(tokens)]
+                out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+                runs.append(json.loads(out.splitlines()[-1]) | {"round": i})
+                print(
+                    f"round {i + 1} {tokens:>7} {arm:<12}{runs[-1]['seconds']:9.3f} s", flush=True
+                )
+    print()
+    print(table(args, runs))
+    if args.json:
+        args.json.write_text(json.dumps({"options": vars(args), "runs": runs}, default=str))
+    for tokens in args.tokens:
+        hashes = {r["hash"] for r in runs if r["tokens"] == tokens}
+        if len(hashes) > 1:
+            sys.exit(f"\nthe arms did NOT compute the same for {tokens} tokens: {sorted(hashes)}")
+    print("\nall arms computed the same bits")
+
+
+def table(args: argparse.Namespace, runs: list[dict]) -> str:
+    """Medians over the rounds; speeds are against the same round's mlx-lm and chunked arms."""
+    lines = [
+        f"{'tokens':>7} {'arm':<12}{'seconds':>9}{'spread':>8}{'x mlx-lm':>10}{'x chunked':>11}"
+        f"{'MB read':>9}{'of experts':>12}{'from disk':>11}{'peak MB':>9}"
+    ]
+    for tokens in args.tokens:
+        of = {a: [r for r in runs if (r["arm"], r["tokens"]) == (a, tokens)] for a in ARMS}
+        for arm in ARMS:
+            mine = of[arm]
+
+            def middle(key: str, mine: list[dict] = mine) -> float:
+                return statistics.median(r[key] or 0 for r in mine)
+
+            def speed(other: str, mine: list[dict] = mine, of: dict = of) -> float:
+                pairs = zip(of[other], mine, strict=True)
+                return statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)
+
+            seconds = [r["seconds"] for r in mine]
+            size, disk = mine[0]["experts_nbytes"], "-"
+            share = f"{middle('bytes') / size:.2f}" if size else "-"
+            if mine[0]["physical_bytes"] is not None:
+                disk = f"{middle('physical_bytes') / 1e6:.1f}"
+            lines.append(
+                f"{tokens:>7} {arm:<12}{middle('seconds'):>9.3f}"
+                f"{(max(seconds) - min(seconds)) / min(seconds):>8.0%}"
+                f"{speed('mlx-lm'):>10.2f}{speed('chunked'):>11.2f}"
+                f"{middle('bytes') / 1e6:>9.1f}{share:>12}{disk:>11}"
+                f"{middle('peak_memory') / 1e6:>9.1f}"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

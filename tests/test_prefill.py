@@ -1,0 +1,457 @@
+"""Layer-major prefill computes what mlx-lm's chunk by chunk computes, bit for bit, and reads each
+expert once."""
+
+import copy
+import dataclasses
+import itertools
+import os
+import shutil
+import threading
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import (
+    CONFIGS,
+    STREAMED,
+    corrupt_expert,
+    random_model,
+    random_tokens,
+    resident,
+    same_bits,
+    save_checkpoint,
+)
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step as mlx_generate_step
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchGLU
+from mlx_lm.sample_utils import make_logits_processors
+
+import smoe_mlx
+from smoe_mlx.forward.prefill import prefill
+from smoe_mlx.generate import generate_step
+from smoe_mlx.load import load_model
+
+# One of each kind of cache and of what else is peculiar.
+KINDS = ["qwen3_moe", "gpt_oss", "qwen3_next", "llama4", "longcat_flash_ngram", "nemotron_h"]
+
+
+def streamed(folder, slots=0.8, prefill_step=16, **options):
+    options |= {"prefill_step": prefill_step, "threads": 2, "debug": True}
+    config = smoe_mlx.StreamingConfig(slots=slots, **options)
+    return load_model(folder, config=config)[0]
+
+
+def smallest(folder) -> int:
+    return len(smoe_mlx.plan(folder, slots=1.0).banks)
+
+
+def by_mlx_lm(model, prompt, cache, width):
+    """As mlx-lm's generate_step: chunks, then the last token by itself."""
+    last = len(prompt) - 1
+    for i in range(0, last, width):
+        model(mx.array([prompt[i : min(i + width, last)]]), cache=cache)
+        mx.eval([c.state for c in cache])
+    return model(mx.array([prompt[last:]]), cache=cache)[:, -1]
+
+
+def layer_major(model, prompt, cache, width, progress=lambda done, total: None):
+    return prefill(
+        model, model._streaming, mx.array(prompt), cache, width, lambda cache: None, progress
+    )
+
+
+def turns(model, run, lengths, width, decode):
+    """Some turns of a conversation on one cache: all logits, and the states of the cache."""
+    cache, out = make_prompt_cache(model), []
+    for n in lengths:
+        logits = run(model, random_tokens(n, seed=n), cache, width)
+        out.append(logits)
+        mx.eval(logits)
+        out += [a for _, a in tree_flatten([c.state for c in cache]) if isinstance(a, mx.array)]
+        out = [mx.array(a) for a in out]
+        for _ in range(decode):
+            logits = model(mx.argmax(logits, axis=-1)[None], cache=cache)[:, -1]
+            mx.eval(logits)
+            out.append(logits)
+    return out
+
+
+def all_same(a, b):
+    return len(a) == len(b) and all(
+        x.shape == y.shape and x.dtype == y.dtype and mx.array_equal(x, y, equal_nan=True).item()
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def assert_layer_major(model):
+    s = smoe_mlx.stats(model)
+    assert s.prefill_fallback == ""
+    assert s.prefill_passes > 0
+
+
+# ---- exactness -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", STREAMED)
+def test_every_architecture(arch, tiny):
+    """Windows are 16 wide in the tiny configs; 16 tokens are decoded after the first turn."""
+    folder = tiny(arch, "affine")
+    reference = resident(folder)
+    for slots, lengths, width, decode in (
+        (0.8, (150, 33), 64, 16),
+        (smallest(folder), (49,), 16, 3),
+    ):
+        expected = turns(reference, by_mlx_lm, lengths, width, decode)
+        model = streamed(folder, slots)
+        assert all_same(expected, turns(model, layer_major, lengths, width, decode)), slots
+        assert_layer_major(model)
+
+
+@pytest.mark.parametrize("arch", KINDS)
+def test_lengths_that_do_and_do_not_fill_chunks_and_windows(arch, tiny):
+    folder = tiny(arch, "affine")
+    reference, model = resident(folder), streamed(folder, 0.5)
+    for length in (1, 2, 16, 17, 18, 33, 66):
+        expected = turns(reference, by_mlx_lm, (length,), 16, 1)
+        assert all_same(expected, turns(model, layer_major, (length,), 16, 1)), length
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "nemotron_h", "gpt_oss"])
+def test_float_experts(arch, tiny):
+    folder = tiny(arch, None)
+    expected = turns(resident(folder), by_mlx_lm, (70,), 32, 2)
+    for slots in (smallest(folder), 0.8):
+        assert all_same(expected, turns(streamed(folder, slots), layer_major, (70,), 32, 2))
+
+
+def test_a_corrupted_expert_is_noticed(tiny, tmp_path):
+    """The negative control."""
+    for slots in (0.8, 1):
+        folder = shutil.copytree(tiny("qwen3_moe", "affine"), tmp_path / str(slots))
+        expected = turns(streamed(folder, slots), layer_major, (70,), 32, 0)
+        corrupt_expert(folder, 3)
+        assert not all_same(expected, turns(streamed(folder, slots), layer_major, (70,), 32, 0))
+
+
+OPTIONS = {
+    "quantised cache": {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 20},
+    "rotating cache": {"max_kv_size": 24},
+    "logits processors": {"logits_processors": make_logits_processors(repetition_penalty=1.5)},
+}
+
+
+@pytest.mark.parametrize("slots", [0.8, 1])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_of_generate_step(option, slots, tiny):
+    folder, prompt = tiny("qwen3_moe", "affine"), mx.array(random_tokens(61))
+    options = {"max_tokens": 16, "prefill_step_size": 15, **OPTIONS[option]}
+    expected = list(mlx_generate_step(prompt, resident(folder), **options))
+    model = streamed(folder, slots)
+    got = list(generate_step(prompt, model, **options))
+    assert [t for t, _ in got] == [t for t, _ in expected]
+    assert all(same_bits(a, b) for (_, a), (_, b) in zip(expected, got, strict=True))
+    assert_layer_major(model)
+
+
+def in_passes(model, tokens):
+    """Let so many tokens go at once, in chunks of 16."""
+    streaming = model._streaming
+    states = {"prompt_states": max(0, tokens - 16) * 100, "token_state": 100, "chunk_graph": 0}
+    plan = dataclasses.replace(streaming.plan, **states)
+    model._streaming = dataclasses.replace(streaming, plan=plan)
+    return model
+
+
+def test_a_prompt_beyond_the_plan_goes_in_passes(tiny):
+    folder = tiny("gpt_oss", "affine")
+    expected = turns(resident(folder), by_mlx_lm, (150, 40), 16, 2)
+    for tokens, passes in ((8, 10 + 3), (32, 5 + 2), (40, 5 + 1), (150, 1 + 1)):
+        model = in_passes(streamed(folder, 0.8), tokens)
+        assert all_same(expected, turns(model, layer_major, (150, 40), 16, 2))
+        assert smoe_mlx.stats(model).prefill_passes == passes
+
+
+# ---- what is read --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def slim(tmp_path_factory):
+    """Three layers of 16 experts and little attention, for long prompts."""
+    config = copy.deepcopy(CONFIGS["qwen3_moe"])
+    config |= {"num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 3,
+               "num_experts": 16, "hidden_size": 64, "moe_intermediate_size": 32}  # fmt: skip
+    folder = tmp_path_factory.mktemp("slim") / "model"
+    return save_checkpoint(folder, random_model(config), config)
+
+
+def routed(model, prompt, width, monkeypatch):
+    """What mlx-lm's own forward routes to: for each layer, how often each expert."""
+    seen = {}
+    call = SwitchGLU.__call__
+
+    def watch(self, x, indices):
+        seen.setdefault(id(self), []).append(indices)
+        return call(self, x, indices)
+
+    with monkeypatch.context() as m:
+        m.setattr(SwitchGLU, "__call__", watch)
+        cache = make_prompt_cache(model, max_kv_size=64)
+        mx.eval(by_mlx_lm(model, prompt, cache, width))
+    *layers, last = seen.values()
+    layers.append(last[-1:])  # of the last layer, only the last token is needed
+    return [np.bincount(np.concatenate([np.array(i).ravel() for i in x])) for x in layers]
+
+
+@pytest.mark.parametrize("slots", [20, 8])
+@pytest.mark.parametrize("length", [16, 512, 4096, 16384])
+def test_no_more_bytes_than_those_of_the_distinct_experts(length, slots, slim, monkeypatch):
+    prompt, width = random_tokens(length), 1024
+    model = streamed(slim, slots, context=20_000, prefill_step=width)
+    before = smoe_mlx.stats(model).bytes_read
+    cache = make_prompt_cache(model, max_kv_size=64)  # little attention, to be quick
+    mx.eval(layer_major(model, prompt, cache, width))
+    got = smoe_mlx.stats(model)
+    if length <= 4096:
+        counts = routed(resident(slim), prompt, width, monkeypatch)
+        experts = [np.count_nonzero(x) for x in counts]
+    else:  # all of them, as with 4096 tokens
+        experts = [16, 16, 2]
+    size = model._streaming.cache.layouts[0].expert_nbytes
+    assert got.bytes_read - before == sum(experts) * size
+    assert got.misses == sum(experts)
+    assert got.layers[2].misses == 2
+    assert (got.waves > got.calls) == (slots < 16)
+    assert got.prefill_passes == 1
+
+
+def test_chunks_leave_nothing_behind(tiny):
+    """No chunk keeps the cache as it was then: that would be quadratic in the prompt."""
+    model = streamed(tiny("qwen3_moe", "affine"), 0.6, context=2056, prefill_step=32)
+    plan = smoe_mlx.stats(model).plan
+    prompt, cache = random_tokens(2048), make_prompt_cache(model)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(layer_major(model, prompt, cache, 32))
+    assert mx.get_peak_memory() - before <= plan.total - plan.backbone
+
+
+def test_slots_that_are_given_up_meanwhile_are_noticed(tiny):
+    model = streamed(tiny("qwen3_moe", "affine"), 0.6)
+    experts, prompt, cache = model._streaming.cache, random_tokens(40), make_prompt_cache(model)
+
+    def progress(done, total):
+        for bank in experts._banks:
+            experts._abandon(bank)
+
+    with pytest.raises(RuntimeError, match="taken away"):
+        layer_major(model, prompt, cache, 16, progress)
+    assert all(c.offset == 0 for c in cache)
+    reference = resident(tiny("qwen3_moe", "affine"))
+    expected = by_mlx_lm(reference, prompt, make_prompt_cache(reference), 16)
+    assert same_bits(expected, layer_major(model, prompt, cache, 16))
+
+
+def test_the_most_used_experts_stay(slim, monkeypatch):
+    model, prompt = streamed(slim, 28), random_tokens(300)
+    cache = make_prompt_cache(model, max_kv_size=64)
+    mx.eval(layer_major(model, prompt, cache, 64))
+    counts = routed(resident(slim), prompt, 64, monkeypatch)
+    for layer in (0, 1):  # (28 - 16) // 3 of each layer
+        most = np.argsort(-counts[layer], kind="stable")[:4]
+        assert (model._streaming.cache.table(layer)[most] >= 0).all(), layer
+
+
+# ---- faults --------------------------------------------------------------------------------------
+
+
+def leaves(cache):
+    """All that counts of what a cache holds, arrays copied. (KVCache keeps spare rows.)"""
+    out = []
+    for c in cache:
+        if isinstance(c, CacheList):
+            out += leaves(c.caches)
+        elif type(c) is KVCache and not c.empty():
+            out += [np.array(a) for a in c.keys_and_values()]
+        else:
+            for _, a in tree_flatten(c.state):
+                out.append(np.array(a) if isinstance(a, mx.array) else a)
+    return out
+
+
+def unchanged(before, cache):
+    now = leaves(cache)
+    return len(now) == len(before) and all(
+        np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
+        for a, b in zip(before, now, strict=True)
+    )
+
+
+class Cut(BaseException):
+    pass
+
+
+def attempt_again_and_again(folder, slots, arm, length=40):
+    """Run a second turn that fails at its 1st, 2nd, ... occasion, until it does not. Each time the
+    cache must be as it was; at last the result must be right. Returns the number of failures."""
+    reference, model = resident(folder), streamed(folder, slots)
+    first, second = random_tokens(21, seed=1), random_tokens(length, seed=2)
+    mine = make_prompt_cache(model)
+    mx.eval(layer_major(model, first, mine, 16))
+    for at in itertools.count(1):
+        before, entries = leaves(mine), list(mine)
+        progress = arm(at)
+        try:
+            logits = layer_major(model, second, mine, 16, progress)
+            break
+        except (Cut, smoe_mlx.ExpertReadError):
+            assert unchanged(before, mine), at
+            assert all(a is b for a, b in zip(entries, mine, strict=True))
+            model._streaming.cache.check()
+    arm(0)
+    cache = make_prompt_cache(reference)
+    by_mlx_lm(reference, first, cache, 16)
+    assert same_bits(by_mlx_lm(reference, second, cache, 16), logits)
+    assert unchanged(leaves(cache), mine)
+    assert_layer_major(model)
+    return at - 1
+
+
+@pytest.mark.parametrize("slots", [0.5, 2])
+@pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss", "qwen3_next", "deepseek_v32", "llama4"])
+def test_a_failed_read_leaves_the_cache_as_it_was(arch, slots, tiny, monkeypatch):
+    real, calls = os.preadv, [0, 0]
+
+    def preadv(fd, buffers, offset, *flags):
+        calls[0] += 1
+        if calls[0] == calls[1]:
+            raise OSError(5, "Input/output error")
+        return real(fd, buffers, offset, *flags)
+
+    def arm(at):
+        calls[:] = 0, 7 * at - 6  # not every read: there are hundreds
+        return lambda done, total: None
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert attempt_again_and_again(tiny(arch, "affine"), slots, arm) >= 1
+
+
+@pytest.mark.parametrize("slots", [0.5, 2])
+@pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss", "qwen3_next", "deepseek_v32", "llama4"])
+def test_a_cancelled_prompt_leaves_the_cache_as_it_was(arch, slots, tiny):
+    def arm(at):
+        calls = itertools.count(1)
+
+        def progress(done, total):
+            if next(calls) == 3 * at - 2:
+                raise Cut
+
+        return progress
+
+    assert attempt_again_and_again(tiny(arch, "affine"), slots, arm) >= 3
+    assert attempt_again_and_again(tiny(arch, "affine"), slots, arm, length=1) >= 1  # in place
+
+
+def test_passes_that_were_completed_stay(tiny):
+    folder, prompt = tiny("gpt_oss", "affine"), random_tokens(100)
+    model = in_passes(streamed(folder, 0.8), 32)
+    cache = make_prompt_cache(model)
+
+    def progress(done, total):
+        if done >= 70:
+            raise Cut
+
+    with pytest.raises(Cut):
+        layer_major(model, prompt, cache, 16, progress)
+    assert [c.offset for c in cache] == [64] * len(cache)
+    reference = resident(folder)
+    other = make_prompt_cache(reference)
+    expected = by_mlx_lm(reference, prompt, other, 16)
+    assert same_bits(expected, layer_major(model, prompt[64:], cache, 16))
+
+
+def test_a_quantised_cache_is_given_back_whole(tiny):
+    folder, prompt = tiny("qwen3_moe", "affine"), mx.array(random_tokens(61))
+    options = {"max_tokens": 4, "prefill_step_size": 15, **OPTIONS["quantised cache"]}
+    model = streamed(folder, 0.8)
+    expected = list(generate_step(prompt, model, **options))
+    for at in (2, 5, 9):
+        cache, calls = make_prompt_cache(model), itertools.count()
+
+        def progress(done, total, calls=calls, at=at):
+            if next(calls) == at:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            list(
+                generate_step(
+                    prompt, model, prompt_cache=cache, prompt_progress_callback=progress, **options
+                )
+            )
+        assert all(c.empty() or c.offset == 0 for c in cache)
+    got = list(generate_step(prompt, model, prompt_cache=make_prompt_cache(model), **options))
+    assert all(same_bits(a, b) for (_, a), (_, b) in zip(expected, got, strict=True))
+
+
+def test_a_model_that_evaluates_in_its_forward_goes_chunk_by_chunk(tiny, monkeypatch):
+    folder = tiny("qwen3_moe", "affine")
+    expected = turns(resident(folder), by_mlx_lm, (70, 20), 32, 2)
+    model = streamed(folder, 0.8)
+    layer = type(model.layers[0])
+    call = layer.__call__
+
+    def impatient(self, *args, **kwargs):
+        y = call(self, *args, **kwargs)
+        mx.eval(y)
+        return y
+
+    monkeypatch.setattr(layer, "__call__", impatient)
+    assert all_same(expected, turns(model, layer_major, (70, 20), 32, 2))
+    got = smoe_mlx.stats(model)
+    assert "evaluates" in got.prefill_fallback
+    assert "evaluates" in str(got)
+    assert got.prefill_passes == 0
+
+
+def test_another_thread_waits_and_both_are_right(tiny):
+    folder, prompt = tiny("qwen3_moe", "affine"), random_tokens(70)
+    expected = turns(resident(folder), by_mlx_lm, (70,), 16, 0)[0]
+    model = streamed(folder, 0.6)
+    out = []
+
+    def other():
+        logits = layer_major(model, prompt, make_prompt_cache(model), 16)
+        mx.eval(logits)
+        out.append(logits)
+
+    thread = threading.Thread(target=other)
+
+    def progress(done, total):
+        if done > 10 and not thread.ident:
+            thread.start()
+
+    got = layer_major(model, random_tokens(70, seed=70), make_prompt_cache(model), 16, progress)
+    thread.join()
+    assert same_bits(got, expected)
+    reference = resident(folder)
+    assert same_bits(out[0], by_mlx_lm(reference, prompt, make_prompt_cache(reference), 16))
+
+
+def test_progress(tiny):
+    folder, prompt = tiny("qwen3_moe", "affine"), mx.array(random_tokens(60))
+    for tokens in (16, 60):
+        model, seen = in_passes(streamed(folder, 2), tokens), []
+        list(
+            generate_step(
+                prompt,
+                model,
+                max_tokens=1,
+                prefill_step_size=16,
+                prompt_progress_callback=lambda *a, seen=seen: seen.append(a),
+            )
+        )
+        assert seen[0] == (0, 60)
+        assert seen[-1] == (60, 60)
+        assert seen == sorted(seen)
+        assert all(done < 60 for done, _ in seen[:-1])
+        assert len(seen) > 2 + 5 * 3  # after each chunk of each layer, and before waves
