@@ -11,6 +11,12 @@ against mlx-lm over the same few tokens: the median of all such pairs, and the m
 On a machine that others use, `--lockstep` starts all arms at once and lets them take turns every
 few tokens, so that what disturbs one disturbs all. It needs the memory of all arms together.
 
+An arm is a share of the experts in slots, and with `--ways` each way of reading ahead with it:
+`none`, `hits` (first), `look` (ahead), `both`, and `spec` (both, and two ranks as bets on the next
+token). The bound is what a token could take at best: the larger of mlx-lm's time and the bytes that
+were read over the bandwidth at which this arm reads random experts into its slots afterwards.
+`--cold` drops the files from the page cache before every turn (Linux).
+
 A forward ends when its token is there. Arms that hold all experts build the next forward while
 one computes, as `generate` does for them (`--no-lookahead`: they wait too).
 """
@@ -26,6 +32,13 @@ import time
 from pathlib import Path
 
 RESIDENT = "mlx-lm"
+WAYS = {
+    "none": {"hits_first": False, "lookahead": False},
+    "hits": {"hits_first": True, "lookahead": False},
+    "look": {"hits_first": False, "lookahead": True},
+    "both": {"hits_first": True, "lookahead": True},
+    "spec": {"hits_first": True, "lookahead": True, "spec": 2},
+}
 SHARES = [1.0, 0.75, 0.5, 0.25, 0.125]
 TEXT = """\
 When the survey ship came back to the harbour in the spring, nobody on the quay believed that the
@@ -74,6 +87,9 @@ def main() -> None:
     parser.add_argument("--lockstep", action="store_true", help="take turns within a round")
     parser.add_argument("--turn", type=int, default=8, help="tokens of one turn")
     parser.add_argument("--threads", type=int, default=None, help="StreamingConfig.threads")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="of reading ahead, for each share")
+    parser.add_argument("--policy", default=None, help="StreamingConfig.policy")
+    parser.add_argument("--cold", action="store_true", help="drop files from the page cache")
     parser.add_argument("--io", default=None, help="StreamingConfig.io")
     parser.add_argument("--no-lookahead", action="store_true")
     parser.add_argument("--json", type=Path, help="write all measurements to this file")
@@ -105,9 +121,11 @@ def run_arm(args: argparse.Namespace) -> None:
     if args.arm == RESIDENT:
         model, tokenizer = mlx_lm.load(str(folder))
     else:
-        share = float(args.arm)
-        options = {k: getattr(args, k) for k in ("threads", "io") if getattr(args, k) is not None}
-        config = smoe_mlx.StreamingConfig(slots=share, **options)
+        share, _, way = args.arm.partition(":")
+        share = float(share)
+        names = ("threads", "io", "policy")
+        options = {k: getattr(args, k) for k in names if getattr(args, k) is not None}
+        config = smoe_mlx.StreamingConfig(slots=share, **options, **(WAYS[way] if way else {}))
         model, tokenizer = smoe_mlx.load(folder, config=config)
         plan = smoe_mlx.stats(model).plan
         if abs(plan.slots - share * plan.num_experts) > len(plan.banks):
@@ -119,7 +137,7 @@ def run_arm(args: argparse.Namespace) -> None:
         sys.exit(f"the text has {len(tokens)} tokens, {args.warmup + args.tokens} are needed")
 
     cache = make_prompt_cache(model)
-    holds_all = args.arm == RESIDENT or float(args.arm) == 1.0
+    holds_all = args.arm == RESIDENT or float(args.arm.partition(":")[0]) == 1.0
     ahead = holds_all and not args.no_lookahead
     logits = None
 
@@ -156,6 +174,8 @@ def run_arm(args: argparse.Namespace) -> None:
     out, seconds = [], []
     for start in range(0, args.tokens, args.turn):
         sys.stdin.readline()
+        if args.cold:
+            drop_from_page_cache(folder)
         best, took = feed(tokens[start : start + args.turn])
         out += best
         seconds += took
@@ -166,6 +186,8 @@ def run_arm(args: argparse.Namespace) -> None:
     used = {k: v - before[k] for k, v in counters(model).items()}
     if not holds_all and not used["lookups"]:
         sys.exit("no expert was looked up: this arm does not stream")
+    if not holds_all and args.cold:
+        drop_from_page_cache(folder)
     # float32 takes every bit of float16 and bfloat16.
     bits = np.array(logits.astype(mx.float32)).tobytes()
     result = {
@@ -178,6 +200,8 @@ def run_arm(args: argparse.Namespace) -> None:
         "bytes_per_token": used["bytes"] / len(seconds),
         "physical_bytes_per_token": None if io is None else io / len(seconds),
         "wait_ms_per_token": 1e3 * used["wait"] / len(seconds),
+        "bandwidth": None if holds_all else bandwidth_into_slots(model),
+        "bets": used["bets"],
         "peak_memory": mx.get_peak_memory(),
         "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         * (1 if sys.platform == "darwin" else 1024),
@@ -193,14 +217,47 @@ def counters(model: object) -> dict[str, float]:
     import smoe_mlx
 
     if not hasattr(model, "_streaming"):
-        return dict.fromkeys(("hits", "lookups", "bytes", "wait"), 0)
+        return dict.fromkeys(("hits", "lookups", "bytes", "wait", "bets"), 0)
     s = smoe_mlx.stats(model)
     return {
         "hits": s.hits,
         "lookups": s.hits + s.misses,
         "bytes": s.bytes_read,
         "wait": s.wait_seconds,
+        "bets": s.bets.issued,
     }
+
+
+def bandwidth_into_slots(model: object, seconds: float = 1.0, at_once: int = 8) -> float:
+    """Bytes a second at which random experts come into slots, nothing else going on."""
+    import random
+
+    import mlx.core as mx
+
+    cache = model._streaming.cache
+    cache.settle()
+    draw = random.Random(0)
+    read, busy = cache.reader.stats.bytes, 0.0
+    while busy < seconds:
+        layer = draw.randrange(len(cache.layouts))
+        experts = cache.layouts[layer].num_experts
+        table = cache.table(layer)
+        missing = [e for e in draw.sample(range(experts), experts) if table[e] < 0][:at_once]
+        start = time.perf_counter()
+        with cache.lock:
+            cache.claim(layer, missing)
+            # The device has to see them: on unified memory that costs nothing.
+            mx.eval([a[:1] + 0 for a in cache.arrays(layer).values()])
+        busy += time.perf_counter() - start
+    return (cache.reader.stats.bytes - read) / busy
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    import os
+
+    for path in Path(folder).iterdir():
+        with path.open("rb") as f:
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def physical_nbytes() -> int | None:
@@ -242,7 +299,7 @@ class Arm:
     def result(self) -> dict:
         out = json.loads(self.line())
         self.process.communicate()
-        print(f"{self.name:<8}{out['ms_per_token']:9.2f} ms", flush=True)
+        print(f"{self.name:<11}{out['ms_per_token']:9.2f} ms", flush=True)
         return out
 
 
@@ -251,7 +308,10 @@ def rotated(names: list, by: int) -> list:
 
 
 def compare(args: argparse.Namespace) -> None:
-    names = [RESIDENT, *dict.fromkeys(str(s) for s in args.shares)]
+    shares = [str(s) for s in args.shares]
+    if args.ways:
+        shares = [s if s == "1.0" else f"{s}:{way}" for s in shares for way in args.ways]
+    names = [RESIDENT, *dict.fromkeys(shares)]
     runs: dict[str, list[dict]] = {name: [] for name in names}
     turns = args.tokens // args.turn
     for i in range(args.rounds):
@@ -287,9 +347,11 @@ def by_turns(run: dict, turn: int) -> list[float]:
 def table(names: list[str], runs: dict[str, list[dict]], turn: int) -> str:
     """Medians over the rounds."""
     lines = [
-        f"{'arm':<8}{'ms/token':>9}{'spread':>8}{'CPU ms':>8}{'ratio':>8}{'(middle half)':>16}"
+        f"{'arm':<11}{'ms/token':>9}{'spread':>8}{'CPU ms':>8}{'ratio':>8}{'(middle half)':>16}"
         f"{'hits':>8}{'MB/token':>10}{'from disk':>11}{'peak MB':>9}"
+        f"{'GB/s':>7}{'of bound':>10}{'bets':>7}"
     ]
+    resident_ms = statistics.median(r["ms_per_token"] for r in runs[RESIDENT])
     base = [t for run in runs[RESIDENT] for t in by_turns(run, turn)]
     for name in names:
 
@@ -303,11 +365,17 @@ def table(names: list[str], runs: dict[str, list[dict]], turn: int) -> str:
         disk = "-"
         if runs[name][0]["physical_bytes_per_token"] is not None:
             disk = f"{middle('physical_bytes_per_token') / 1e6:.2f}"
+        speed = over = "-"
+        if runs[name][0]["bandwidth"]:
+            speed = f"{middle('bandwidth') / 1e9:.2f}"
+            bound = max(resident_ms, 1e3 * middle("bytes_per_token") / middle("bandwidth"))
+            over = f"{middle('ms_per_token') / bound:.2f}"
         lines.append(
-            f"{name:<8}{middle('ms_per_token'):>9.2f}{(max(ms) - min(ms)) / min(ms):>8.0%}"
+            f"{name:<11}{middle('ms_per_token'):>9.2f}{(max(ms) - min(ms)) / min(ms):>8.0%}"
             f"{middle('cpu_ms_per_token'):>8.2f}{ratio:>8.3f}{f'({low:.3f}-{high:.3f})':>16}"
             f"{middle('hit_rate'):>8.1%}{middle('bytes_per_token') / 1e6:>10.2f}"
             f"{disk:>11}{middle('peak_memory') / 1e6:>9.1f}"
+            f"{speed:>7}{over:>10}{middle('bets') / len(runs[name][0]['seconds']):>7.1f}"
         )
     return "\n".join(lines)
 
