@@ -1,6 +1,8 @@
 """Reading ahead: bets, hits first, lookahead. None of it may change a result or lose a slot."""
 
 import errno
+import os
+import signal
 import sys
 import threading
 import time
@@ -21,6 +23,7 @@ from hypothesis.stateful import (
 from test_cache import COUNTS, Model, interrupt_at_line, lazy_sum, true_sum
 
 from smoe_mlx import ExpertReadError, StreamingConfig, stats
+from smoe_mlx.cache.bank import SlotBank
 from smoe_mlx.cache.bets import TRY_EVERY, Judge
 from smoe_mlx.cache.experts import SharedExpertCache
 from smoe_mlx.generate import generate_step
@@ -271,6 +274,25 @@ def test_a_bet_that_is_promoted_overtakes_others():
     g.until(lambda: first.done and second.done)
     assert g.order == ["1", "3", "2"]
     g.streamer.stop()
+
+
+def test_an_interrupt_while_a_bet_is_cancelled_is_not_lost(model):
+    reader = SlowReader(model.checkpoint.files)
+    reader.gate = threading.Event()
+    bank = SlotBank(model.layouts[0].tensors, 1)
+    offset = int(model.layouts[0].offsets[0, 0])
+    reading = reader.reading([(0, offset, bank.rows(0)[0], ("x",))], bet=True)
+    reader.start(reading)
+    deadline = time.time() + 10
+    while not reading.begun:
+        assert time.time() < deadline
+        time.sleep(0.001)
+    threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    threading.Timer(0.2, reader.gate.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        reader.cancel(reading)
+    assert reading.done
+    reader.close()
 
 
 def test_bets_evict_nothing_that_the_claim_needs(model):

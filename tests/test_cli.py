@@ -89,9 +89,6 @@ def test_trace_and_replay(tmp_path):
     ]  # fmt: skip
     counted = report["results"][0]
     assert counted["prompt"] == ahead["results"][0]["prompt"]
-    stats = smoe("stats", "demo", "-p", "def main(", "-m", "9", "--slots", "64", "--json").stdout
-    misses = counted["prompt"]["misses"] + counted["decode"]["misses"]
-    assert misses == json.loads(stats)["misses"]
     text = smoe("replay", path).stdout
     for word in ("demo: 11 tokens, 3 of them prompt", "lru", "lfu", "optimal", "12.5 %", "75.0 %"):
         assert word in text

@@ -328,8 +328,11 @@ class ExpertReader:
     def cancel(self, reading: Reading) -> None:
         """Read no more of it; return when no thread is at it."""
         done = reading.reads[: len(reading.reads) - len(reading.todo)]  # taken in this order
+        before = reading.error
         self._wait([reading])
         self._count(done)
+        if reading.error is not before and isinstance(reading.error, KeyboardInterrupt):
+            raise reading.error  # it came while this was waiting
 
     def _work(self, readings: Sequence[Reading]) -> None:
         """Take part in readings until nothing is left to begin."""
