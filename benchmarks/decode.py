@@ -79,6 +79,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="demo", help="folder, or demo (the bundled model)")
+    parser.add_argument("--reference", type=Path, help="for mlx-lm, if MODEL is a vault")
     parser.add_argument("--tokens", type=int, default=128, help="tokens to time")
     parser.add_argument("--warmup", type=int, default=64, help="tokens before the timed ones")
     parser.add_argument("--prompt-file", type=Path, help="text to feed, instead of the built-in")
@@ -119,7 +120,7 @@ def run_arm(args: argparse.Namespace) -> None:
     folder = find_model(args.model)
     start = time.perf_counter()
     if args.arm == RESIDENT:
-        model, tokenizer = mlx_lm.load(str(folder))
+        model, tokenizer = mlx_lm.load(str(args.reference or folder))
     else:
         share, _, way = args.arm.partition(":")
         share = float(share)
@@ -246,8 +247,9 @@ def bandwidth_into_slots(model: object, seconds: float = 1.0, at_once: int = 8) 
         start = time.perf_counter()
         with cache.lock:
             cache.claim(layer, missing)
-            # The device has to see them: on unified memory that costs nothing.
-            mx.eval([a[:1] + 0 for a in cache.arrays(layer).values()])
+            # They are in slots when the device can read them: on unified memory that costs nothing.
+            slots = mx.array(cache.table(layer)[missing])
+            mx.eval([a[slots].max() for a in cache.arrays(layer).values()])
         busy += time.perf_counter() - start
     return (cache.reader.stats.bytes - read) / busy
 

@@ -4,6 +4,9 @@ import contextlib
 import copy
 import io
 import json
+import sys
+import threading
+import time
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from mlx.utils import tree_flatten
 
 from smoe_mlx.skeleton import build_skeleton
 from smoe_mlx.store.layout import ExpertLayout
+from smoe_mlx.store.reader import ExpertReader
 from smoe_mlx.store.safetensors import Checkpoint
 
 mx.set_default_device(mx.cpu)
@@ -116,3 +120,36 @@ def corrupt_expert(folder: Path, expert: int) -> None:
                     data = np.frombuffer(f.read(t.nbytes), np.uint8) ^ 0x15
                     f.seek(offsets[expert])
                     f.write(data.tobytes())
+
+
+class SlowReader(ExpertReader):
+    """A reader that thinks of its disk as slow; reads take as long as they are told to."""
+
+    seconds = 0.0
+    fail: BaseException | None = None
+    gate: threading.Event | None = None
+
+    def __init__(self, files, threads=2, io="pread"):
+        super().__init__(files, threads, io)
+        read_one = self._read_one
+
+        def slowly(read):
+            if self.gate is not None:
+                self.gate.wait(10)
+            time.sleep(self.seconds)
+            if self.fail is not None:
+                raise self.fail
+            read_one(read)
+
+        self._read_one = self._streamer.read_one = slowly
+
+    slow = True
+
+    def worth_waking(self):
+        return True
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Every reader says that its disk is slow, so that all the ways to read ahead are taken."""
+    monkeypatch.setattr(sys.modules["smoe_mlx.load"], "ExpertReader", SlowReader)

@@ -3,14 +3,13 @@
 import errno
 import os
 import signal
-import sys
 import threading
 import time
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import CONFIGS, STREAMED, random_tokens, resident, same_bits
+from conftest import CONFIGS, STREAMED, SlowReader, random_tokens, resident, same_bits
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -33,30 +32,6 @@ from smoe_mlx.store.reader import ExpertReader
 from smoe_mlx.store.streamer import Reading, Streamer
 
 TOKENS = random_tokens(40)
-
-
-class SlowReader(ExpertReader):
-    """A reader that thinks of its disk as slow; reads take as long as they are told to."""
-
-    seconds = 0.0
-    fail: BaseException | None = None
-    gate: threading.Event | None = None
-
-    def __init__(self, files, threads=2, io="pread"):
-        super().__init__(files, threads, io)
-        read_one = self._read_one
-
-        def slowly(read):
-            if self.gate is not None:
-                self.gate.wait(10)
-            time.sleep(self.seconds)
-            if self.fail is not None:
-                raise self.fail
-            read_one(read)
-
-        self._read_one = self._streamer.read_one = slowly
-
-    slow = True
 
 
 @pytest.fixture(scope="module")
@@ -380,12 +355,6 @@ def test_without_threads_there_are_no_bets(model):
 # ---- the model -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def slow_disk(monkeypatch):
-    """Every reader says that its disk is slow, so that all the ways to read ahead are taken."""
-    monkeypatch.setattr(sys.modules["smoe_mlx.load"], "ExpertReader", SlowReader)
-
-
 WAYS = {
     "hits first": {"lookahead": False},
     "lookahead": {"hits_first": False},
@@ -447,6 +416,21 @@ def test_ways_on_the_demo(way, slow_disk):
 
 def zip_first(steps):
     return ((t, logprobs) for t, logprobs in steps)
+
+
+def test_halves_of_equal_shape_give_the_same_bits(tiny, slow_disk, monkeypatch):
+    """What GPUs do, on the CPU."""
+    folder = tiny("qwen3_moe", "affine")
+    expected = list(step_logits(resident(folder), 20))
+    model, _ = load_model(folder, config=StreamingConfig(slots=0.5, debug=True))
+    mx.eval(model(mx.array([TOKENS[:1]])))
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    wheres = []
+    where = mx.where
+    monkeypatch.setattr(mx, "where", lambda *a: (wheres.append(a), where(*a))[1])
+    for a, b in zip(step_logits(model, 20), expected, strict=True):
+        assert same_bits(a, b)
+    assert wheres
 
 
 def test_hits_are_computed_before_misses_are_there(tiny, slow_disk, monkeypatch):

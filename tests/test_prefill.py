@@ -225,6 +225,25 @@ def test_no_more_bytes_than_those_of_the_distinct_experts(length, slots, slim, m
     assert got.prefill_passes == 1
 
 
+@pytest.mark.parametrize("slots", [20, 40])
+def test_the_next_layer_is_read_while_one_computes(slots, slim, slow_disk, monkeypatch):
+    """Where two layers fit: and still each expert is read once, and the bits are the same."""
+    prompt, width = random_tokens(600), 128
+    model = streamed(slim, slots, context=1000, prefill_step=width)
+    cache = make_prompt_cache(model)
+    logits = layer_major(model, prompt, cache, width)
+    mx.eval(logits)
+    reference = resident(slim)
+    expected = by_mlx_lm(reference, prompt, make_prompt_cache(reference), width)
+    assert same_bits(logits, expected)
+    got = smoe_mlx.stats(model)
+    assert got.bets.issued == (16 if slots == 40 else 0)
+    assert got.bets.used + got.bets.late == got.bets.issued
+    counts = routed(resident(slim), prompt, width, monkeypatch)
+    size = model._streaming.cache.layouts[0].expert_nbytes
+    assert got.bytes_read == sum(np.count_nonzero(x) for x in counts) * size
+
+
 def test_chunks_leave_nothing_behind(tiny):
     """No chunk keeps the cache as it was then: that would be quadratic in the prompt."""
     model = streamed(tiny("qwen3_moe", "affine"), 0.6, context=2056, prefill_step=32)

@@ -142,6 +142,21 @@ def _add_budget(parser: argparse.ArgumentParser, slots: float | None = None) -> 
         "--slots", type=_slots, help="instead: experts in memory, a number or a share such as 0.25"
     )
     group.add_argument("--context", type=int, help="tokens of KV cache to plan for")
+    group.add_argument(
+        "--no-hits-first",
+        dest="hits_first",
+        action="store_false",
+        help="wait for all experts of a token before computing any",
+    )
+    group.add_argument(
+        "--no-lookahead",
+        dest="lookahead",
+        action="store_false",
+        help="read no experts of the next layer ahead",
+    )
+    group.add_argument(
+        "--spec", type=int, default=0, metavar="N", help="ranks beyond top-k to read as bets"
+    )
     group.add_argument("--threads", type=int, default=8, help="reads at a time (default: 8)")
     group.add_argument(
         "--io", choices=IO_MODES, default="pread", help="direct: past the page cache"
@@ -212,6 +227,9 @@ def _config(args: argparse.Namespace) -> StreamingConfig:
             memory=args.memory,
             slots=slots,
             context=args.context,
+            hits_first=args.hits_first,
+            lookahead=args.lookahead,
+            spec=args.spec,
             threads=args.threads,
             io=args.io,
             policy=args.policy,

@@ -306,7 +306,7 @@ class SharedExpertCache:
             return [table[e] for e in ids], ()
         if len(experts) + len(bank.pinned) > bank.slots:
             return None
-        ahead = ahead and self.reader.slow
+        ahead = ahead and self.reader.worth_waking()
         try:
             loading = self._begin(bank, layer, list(experts), ahead)
             if loading is not None and (not ahead or not loading.hits):
@@ -584,10 +584,14 @@ class SharedExpertCache:
 
     # ---- whole layers, one after the other -----------------------------------------------------
 
-    def fits(self, layer: int) -> bool:
-        """Whether all experts of `layer` can be in memory at once, whatever else is pinned."""
+    def fits(self, layer: int, beside: int = 0) -> bool:
+        """Whether all experts of `layer` can be in memory at once, whatever else is pinned.
+
+        Args:
+            beside: others that are in the same bank at the same time.
+        """
         bank = self._bank_of[layer]
-        return self.layouts[layer].num_experts + len(bank.pinned) <= bank.slots
+        return self.layouts[layer].num_experts + beside + len(bank.pinned) <= bank.slots
 
     def keep_most_used(self, layer: int, ids: np.ndarray) -> None:
         """Let all but the experts most frequent in `ids` go first when others need their slots.
@@ -596,6 +600,7 @@ class SharedExpertCache:
         """
         bank = self._bank_of[layer]
         largest = max(x.num_experts for x in bank.layouts.values())
+        largest *= 2 if self.reader.slow else 1  # two pass through where the next is read ahead
         keep = (bank.slots - len(bank.pinned) - largest) // len(bank.layouts)
         if keep > 0:
             counts = np.bincount(ids, minlength=self.layouts[layer].num_experts)

@@ -208,6 +208,8 @@ class _Pass:
             self.experts.defer = None
         if any([s.switch for s in row] != [s.switch for s in self.rows[0]] for row in self.rows):
             raise NotLazyError("the model calls its layers in an order that depends on the chunk")
+        order = [s.layer for s in self.rows[0] if s.switch is not None]
+        self.following = dict(itertools.pairwise(order))
         return logits
 
     def stop(
@@ -276,10 +278,14 @@ class _Pass:
             self.release(s)
             mx.clear_cache()
             if waiting:
-                self.serve(waiting, (s + 1) / stops)
+                self.serve(waiting, (s + 1) / stops, ahead=all(s + 1 < end for end in ends))
 
-    def serve(self, stops: list[_Stop], share: float) -> None:
-        """Have the experts of one layer for all chunks, and fill the gaps."""
+    def serve(self, stops: list[_Stop], share: float, ahead: bool) -> None:
+        """Have the experts of one layer for all chunks, and fill the gaps.
+
+        Args:
+            ahead: whether all chunks will want experts of the next layer.
+        """
         experts, first = self.experts, stops[0]
         layer, switch = first.layer, first.switch
         assert switch is not None
@@ -294,6 +300,8 @@ class _Pass:
             if len(waves) > 1 or any(s.arrays is not experts.arrays(layer) for s in stops):
                 raise RuntimeError("expert slots were taken away while a prompt was using them")
             table = experts.table(layer).astype(np.uint32)
+            if ahead:
+                self.read_ahead(layer, len(waves[0]))
             for stop, i in zip(stops, ids, strict=True):
                 stop.fill(table[i])
                 experts.hold(stop.done)
@@ -303,6 +311,18 @@ class _Pass:
             outputs = switch.in_waves(calls, waves, lambda: self.report(share))
             for stop, y in zip(stops, outputs, strict=True):
                 stop.fill(y)
+
+    def read_ahead(self, layer: int, used: int) -> None:
+        """Let the next layer be read while this one computes, if it will be needed as a whole.
+
+        That is when this one was, and when both fit into the slots.
+        """
+        following = self.following.get(layer)
+        if following is None or used < self.experts.layouts[layer].num_experts:
+            return
+        count = self.experts.layouts[following].num_experts
+        if self.experts.may_bet(following) and self.experts.fits(following, beside=used):
+            self.experts.prefetch(following, range(count))
 
     # ---- undo --------------------------------------------------------------------------------
 

@@ -194,8 +194,12 @@ class _StreamingSwitch(nn.Module):
         arrays = self._cache.arrays(self._layer)
         first = [i for i, e in enumerate(ids) if e not in coming]
         last = [i for i, e in enumerate(ids) if e in coming]
+        # GPU kernels may add up in another order for another number of rows (MLX's CUDA does).
+        # There both halves have all rows, those that are not theirs being copies.
+        split = mx.default_device() == mx.cpu
 
-        def compute(places: list[int]) -> mx.array:
+        def compute(mine: list[int]) -> mx.array:
+            places = mine if split else [i if i in mine else mine[0] for i in range(len(ids))]
             chosen = _shaped([slots[i] for i in places], (*shape[:-1], len(places)))
             return self.in_one(arrays, x, chosen)
 
@@ -203,6 +207,9 @@ class _StreamingSwitch(nn.Module):
         mx.async_eval(parts[0])  # type: ignore[no-untyped-call]
         self._cache.finish_few()
         parts.append(compute(last))
+        if not split:
+            is_last = mx.array([[e in coming] for e in ids])
+            return mx.where(is_last, parts[1], parts[0])
         back = [0] * len(ids)
         for at, i in enumerate(first + last):
             back[i] = at

@@ -268,6 +268,7 @@ class ExpertReader:
 
         self._read_one = read_one
         self._streamer = Streamer(read_one, threads)
+        self._asked = 0
         self._slow, self._calls = True, 0  # how the last reads went
         refused = io == "direct" and any(f.own_fd < 0 for f in self._files)
         self.io = "pread" if refused else io
@@ -283,6 +284,14 @@ class ExpertReader:
     def slow(self) -> bool:
         """Whether reads take long enough, lately, for other work to be done meanwhile."""
         return self._slow and self._streamer.size > 0
+
+    def worth_waking(self) -> bool:
+        """Whether to `start` reads before other work. Not now and then, to see if they are slow."""
+        self._asked += 1
+        if self._asked % TRY_ALONE_EVERY == 0:
+            self._calls = TRY_ALONE_EVERY - 1  # the coming read tries
+            return False
+        return self.slow
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Fill every request's buffer; return when all are full.
