@@ -15,6 +15,7 @@ from .errors import (
     VaultError,
 )
 from .generate import generate, stream_generate
+from .instrument import Panel, instrument
 from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
 from .load import load, plan
 from .plan import MemoryPlan
@@ -33,6 +34,7 @@ __all__ = [
     "ExpertReadError",
     "MemoryPlan",
     "ModelNotFoundError",
+    "Panel",
     "RecipeError",
     "SafetensorsMmap",
     "SharedExpertCache",
@@ -46,6 +48,7 @@ __all__ = [
     "Vault",
     "VaultError",
     "generate",
+    "instrument",
     "load",
     "plan",
     "shatter",
