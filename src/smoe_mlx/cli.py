@@ -303,6 +303,10 @@ def _check_instrument(args: argparse.Namespace) -> None:
             )
         if not Path(path).absolute().parent.is_dir():
             raise SmoeError(f"--instrument {path}: there is no such folder")
+        if Path(path).suffix in PLOTS:
+            from .plot import new_figure
+
+            new_figure()  # is there matplotlib?
 
 
 def _write_panel(panel: Panel, path: str) -> None:

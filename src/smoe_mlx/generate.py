@@ -101,7 +101,7 @@ def generate_step(
     def step(tokens: mx.array) -> tuple[int, mx.array]:
         logits = model(tokens[None], cache=cache)[:, -1, :]
         quantize_cache(cache)
-        return sample(logits, tokens)  # type: ignore[no-any-return]
+        return sample(logits, tokens)
 
     try:
         with mx.stream(stream):

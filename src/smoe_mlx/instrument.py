@@ -166,8 +166,9 @@ class Panel:
             over_all = nbytes / self.total("wall") / 1e9
             lines.append(
                 f"bandwidth         {rate / 1e9:.2f} GB/s while waiting, {over_all:.2f} over all"
-                + ("" if self.disk is None else f"; {self.disk}")
             )
+        if self.disk is not None:
+            lines.append(f"the disk's best   {self.disk}")
         lines.append(
             f"read ahead        {bets.issued:,}: {bets.used:,} in time, {bets.late:,} late, "
             f"{bets.wasted:,} for nothing, {bets.cancelled:,} not begun"
@@ -180,10 +181,10 @@ class Panel:
             e = len(self.most_used)
             ranks = sorted({max(1, round(e * share)) for share in (0.0625, 0.125, 0.25, 0.5)})
             parts = [f"{r} hold {100 * self.most_used[r - 1]:.0f} %" for r in ranks]
-            lines.append(f"most used         of {e} experts, {', '.join(parts)} of what is routed")
+            lines.append(f"most used         of {e} experts {', '.join(parts)} of the routing")
         if self.predicted:
             parts = [f"top {r} hold {100 * share:.0f} %" for r, share in self.predicted]
-            lines.append(f"lookahead         {', '.join(parts)} of what the next layer routes")
+            lines.append(f"lookahead         {', '.join(parts)} of the next layer's routing")
         return lines
 
     def _by_layer(self) -> list[str]:
@@ -237,6 +238,7 @@ class _Meter:
         self.bets: list[tuple[Any, tuple[tuple[int, Predictor], ...]]] = []
         self.next_layer: dict[int, tuple[int, Predictor]] = {}
         self.token: TokenTimes | None = None
+        self.start = self.last = self.waited = 0.0
         self.uses = [np.zeros(x.num_experts, np.int64) for x in layouts]
         self.previous: list[set[int]] = [set() for _ in layouts]
         self.overlaps: list[list[float]] = [[] for _ in layouts]
@@ -278,9 +280,7 @@ class _Meter:
             return
         token.wall = self.last - self.start
         stats, panel = self.cache.stats, self.panel
-        for layer, now, (hits, misses) in zip(
-            panel.layers, stats.layers, self.before, strict=True
-        ):
+        for layer, now, (hits, misses) in zip(panel.layers, stats.layers, self.before, strict=True):
             layer.hits += now.hits - hits
             layer.misses += now.misses - misses
             token.hits += now.hits - hits
@@ -309,7 +309,7 @@ class _Meter:
         for head in heads:
             self.swap(head, __call__=self.around_head)
         self.swap(model, __call__=self.around_model)
-        type(model).timed_sampling = staticmethod(self.timed_sampling)  # type: ignore[attr-defined]
+        type(model).timed_sampling = staticmethod(self.timed_sampling)
 
     def swap_switch(self, module: Any) -> None:
         self.swap(module, __call__=self.around_switch, in_waves=self.around_waves)
@@ -395,6 +395,7 @@ class _Meter:
     def around_waves(
         self, call: Callable[..., Any], switch: Any, *args: Any, **kw: Any
     ) -> Iterator[mx.array]:
+        self.lap("host")
         for y in call(switch, *args, **kw):
             self.lap("experts")  # evaluated in there, wave by wave
             yield y

@@ -19,7 +19,7 @@ def plot_report(report: Report, path: str | os.PathLike[str]) -> None:
     Raises:
         SmoeError: matplotlib is missing, or the file cannot be written.
     """
-    figure = _figure(10, 4.2)
+    figure = new_figure()
     part = "decode" if report.decode_tokens else "prompt"
     tokens = report.decode_tokens or report.prompt_tokens
     left, right = figure.subplots(1, 2)
@@ -53,7 +53,7 @@ def plot_panel(panel: Panel, path: str | os.PathLike[str]) -> None:
     Raises:
         SmoeError: matplotlib is missing, or the file cannot be written.
     """
-    figure = _figure(10, 4.2)
+    figure = new_figure()
     axes = figure.subplots()
     bottom = [0.0] * len(panel.tokens)
     colours = (*COLOURS, "#b8a100", GREY)  # the panel's own work in grey
@@ -69,7 +69,8 @@ def plot_panel(panel: Panel, path: str | os.PathLike[str]) -> None:
     _save(figure, path)
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float = 10, height: float = 4.2) -> Any:
+    """An empty figure, in inches. Raises SmoeError if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -22,11 +22,9 @@ class DiskProbe:
     io: str
 
     def __str__(self) -> str:
-        how = "direct reads" if self.io == "direct" else "the page cache: no direct reads here"
-        return (
-            f"{self.bytes_per_second / 1e9:.2f} GB/s is the best of this disk "
-            f"({how}, {self.record_nbytes / 1e3:,.0f} kB records)"
-        )
+        how = "direct reads" if self.io == "direct" else "no direct reads here: the page cache"
+        rate, record = self.bytes_per_second / 1e9, self.record_nbytes / 1e3
+        return f"{rate:.2f} GB/s (records of {record:,.0f} kB, {how})"
 
 
 def probe_disk(
