@@ -268,15 +268,14 @@ class _Meter:
         self.bets_before = asdict(stats.bets)
         self.nbytes_before = self.cache.reader.stats.bytes
         self.expected.clear()
-        self.whole = False
         self.token = TokenTimes()
         self.waited = self.cache.reader.stats.wait_seconds
         self.start = self.last = time.perf_counter()
 
     def close_token(self) -> None:
-        """The token ended with the last lap. One that was not completed does not count."""
+        """The token ended with the last lap."""
         token, self.token = self.token, None
-        if token is None or not self.whole:
+        if token is None:
             return
         token.wall = self.last - self.start
         stats, panel = self.cache.stats, self.panel
@@ -302,8 +301,6 @@ class _Meter:
                 self.swap_switch(module)
             elif isinstance(module, MixedSwitch):
                 self.swap(module, __call__=self.before_mixed)
-                for part in module._parts:
-                    self.swap_switch(part)
             elif not heads and isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
                 self.swap(module, as_linear=self.around_head)
         for head in heads:
@@ -352,9 +349,8 @@ class _Meter:
             logits = call(model, inputs, *args, **kw)
             self.evaluate(logits, "dense")
         except BaseException:
-            self.token = None
+            self.token = None  # not completed: it does not count
             raise
-        self.whole = True
         return logits
 
     def around_head(self, call: Callable[..., Any], head: nn.Module, x: mx.array) -> mx.array:
