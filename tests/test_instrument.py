@@ -14,10 +14,10 @@ from test_mixed import RULES
 import smoe_mlx
 from smoe_mlx import ExpertReadError, instrument, replay, stats
 from smoe_mlx.generate import generate_step
-from smoe_mlx.instrument import BUCKETS, Panel
 from smoe_mlx.layers.mixed import MixedSwitch
 from smoe_mlx.layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
 from smoe_mlx.load import load_model
+from smoe_mlx.panel import BUCKETS, Panel
 from smoe_mlx.plot import plot_panel
 from smoe_mlx.store.probe import probe_disk
 from smoe_mlx.store.reader import ExpertReader

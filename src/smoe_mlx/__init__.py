@@ -15,9 +15,10 @@ from .errors import (
     VaultError,
 )
 from .generate import generate, stream_generate
-from .instrument import Panel, instrument
+from .instrument import instrument
 from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
 from .load import load, plan
+from .panel import Panel
 from .plan import MemoryPlan
 from .sculptor.shatter import shatter
 from .sculptor.verify import verify

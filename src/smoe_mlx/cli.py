@@ -20,9 +20,10 @@ from .config import StreamingConfig
 from .errors import SmoeError
 from .generate import stream_generate
 from .hub import DEMO
-from .instrument import Panel, instrument
+from .instrument import instrument
 from .load import load
 from .load import plan as make_plan
+from .panel import Panel
 from .plan import format_bytes
 from .replay import report
 from .sculptor.recipe import AFFINE_BITS, AFFINE_GROUPS, FIXED

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from .errors import SmoeError
-from .instrument import BUCKETS, Panel
+from .panel import BUCKETS, Panel
 from .replay import OPTIMAL, Report
 
 # Of middle lightness, and told apart by marks as well: legible on white and on black.
