@@ -15,8 +15,10 @@ from .errors import (
     VaultError,
 )
 from .generate import generate, stream_generate
+from .instrument import instrument
 from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
 from .load import load, plan
+from .panel import Panel
 from .plan import MemoryPlan
 from .sculptor.shatter import shatter
 from .sculptor.verify import verify
@@ -33,6 +35,7 @@ __all__ = [
     "ExpertReadError",
     "MemoryPlan",
     "ModelNotFoundError",
+    "Panel",
     "RecipeError",
     "SafetensorsMmap",
     "SharedExpertCache",
@@ -46,6 +49,7 @@ __all__ = [
     "Vault",
     "VaultError",
     "generate",
+    "instrument",
     "load",
     "plan",
     "shatter",

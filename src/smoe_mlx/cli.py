@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import random
 import signal
 import sys
 import time
@@ -19,8 +20,10 @@ from .config import StreamingConfig
 from .errors import SmoeError
 from .generate import stream_generate
 from .hub import DEMO
+from .instrument import instrument
 from .load import load
 from .load import plan as make_plan
+from .panel import Panel
 from .plan import format_bytes
 from .replay import report
 from .sculptor.recipe import AFFINE_BITS, AFFINE_GROUPS, FIXED
@@ -61,12 +64,14 @@ def build_parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="stream the bundled model, a quarter of it in memory")
     _add_prompt(demo, DEMO_PROMPT, temp=0.7, top_p=0.95, max_tokens=200)
     _add_budget(demo, slots=0.25)
+    _add_instrument(demo)
     demo.set_defaults(run=run_generate, model=DEMO, seed=7)
 
     generate = commands.add_parser("generate", help="generate text")
     _add_model(generate)
     _add_prompt(generate, "hello", temp=0.0, top_p=1.0, max_tokens=100)
     _add_budget(generate)
+    _add_instrument(generate)
     generate.set_defaults(run=run_generate)
 
     plan = commands.add_parser("plan", help="say what would be in memory, from headers alone")
@@ -193,6 +198,20 @@ def _add_prompt(
     add("--quiet", "-q", action="store_true", help="print nothing but the text")
 
 
+def _add_instrument(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("instrument panel")
+    group.add_argument(
+        "--instrument",
+        nargs="*",
+        metavar="FILE",
+        help="generate the same tokens twice more, and say where the time goes; also into files: "
+        ".json, or a plot (.png, .svg, .pdf; needs smoe-mlx[plots])",
+    )
+    group.add_argument(
+        "--probe-disk", action="store_true", help="with it: measure the disk's best, for a second"
+    )
+
+
 def _add_quantisation(parser: argparse.ArgumentParser, prefix: str, what: str) -> None:
     group = parser.add_argument_group(f"quantise {what}")
     group.add_argument(f"--{prefix}bits", type=int, choices=AFFINE_BITS)
@@ -253,9 +272,13 @@ def run_plan(args: argparse.Namespace) -> None:
 
 
 def run_generate(args: argparse.Namespace) -> None:
+    _check_instrument(args)
     model, tokenizer = _load(args)
+    prompt = _prompt(args, tokenizer)
     first, start = None, ""
-    for response in _responses(args, model, tokenizer):
+    tokens = []
+    for response in _responses(args, model, tokenizer, prompt):
+        tokens.append(response.token)
         if first is None:
             first = response.token
             # mlx-lm's detokenizer drops a leading space, which a continued prompt needs.
@@ -268,6 +291,70 @@ def run_generate(args: argparse.Namespace) -> None:
     print()
     if not args.quiet:
         print(f"\n{one_line(response, stats(model))}", file=sys.stderr)
+    if args.instrument is not None:
+        panel = _instrumented(args, model, tokenizer, prompt, tokens)
+        print(f"\n{panel}")
+        for path in args.instrument:
+            _write_panel(panel, path)
+
+
+PLOTS = (".png", ".svg", ".pdf")
+
+
+def _instrumented(
+    args: argparse.Namespace, model: Any, tokenizer: Any, prompt: list[int], tokens: list[int]
+) -> Panel:
+    """The panel of the same tokens, and their speed without it. The run that came before was cold,
+    so both are measured after it."""
+
+    def repeat() -> float:
+        again, times = [], []
+        for response in _responses(args, model, tokenizer, prompt):
+            again.append(response.token)
+            times.append(time.perf_counter())
+        if again != tokens:
+            raise SmoeError("--instrument: other tokens came out than before. This is a bug.")
+        return times[-1] - times[0]
+
+    with instrument(model, probe=args.probe_disk) as panel:
+        repeat()
+    seconds = repeat()
+    panel.plain_tps = (len(tokens) - 1) / seconds if len(tokens) > 1 else None
+    return panel
+
+
+def _check_instrument(args: argparse.Namespace) -> None:
+    """What is wrong with the files of --instrument is said before a minute is spent."""
+    if args.instrument is None:
+        if args.probe_disk:
+            raise SmoeError("--probe-disk goes with --instrument")
+        return
+    if args.seed is None:  # the same tokens have to come twice
+        args.seed = random.randrange(1 << 31)
+    for path in args.instrument:
+        if Path(path).suffix not in (".json", *PLOTS):
+            raise SmoeError(
+                f"--instrument {path}: a file ends in .json, {', '.join(PLOTS)}. "
+                "(The name of the model goes before --instrument.)"
+            )
+        if not Path(path).absolute().parent.is_dir():
+            raise SmoeError(f"--instrument {path}: there is no such folder")
+        if Path(path).suffix in PLOTS:
+            from .plot import new_figure
+
+            new_figure()  # is there matplotlib?
+
+
+def _write_panel(panel: Panel, path: str) -> None:
+    if Path(path).suffix in PLOTS:
+        from .plot import plot_panel
+
+        plot_panel(panel, path)
+        return
+    try:
+        Path(path).write_text(json.dumps(panel.as_dict(), indent=2) + "\n")
+    except OSError as e:
+        raise SmoeError(f"--instrument {path}: {e.strerror}") from e
 
 
 def run_stats(args: argparse.Namespace) -> None:
@@ -320,11 +407,8 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _responses(args: argparse.Namespace, model: Any, tokenizer: Any) -> Iterator[Any]:
-    from mlx_lm.sample_utils import make_sampler
-
-    if args.seed is not None:
-        mx.random.seed(args.seed)
+def _prompt(args: argparse.Namespace, tokenizer: Any) -> list[int]:
+    """The tokens of the prompt; prints it where the text will continue it."""
     prompt = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     prompt = sys.stdin.read() if prompt == "-" else prompt
     if tokenizer.has_chat_template and not args.ignore_chat_template:
@@ -336,10 +420,20 @@ def _responses(args: argparse.Namespace, model: Any, tokenizer: Any) -> Iterator
         if not args.quiet and args.run is run_generate:
             print(prompt, end="", flush=True)
         tokens = tokenizer.encode(prompt)
+    return list(tokens)
+
+
+def _responses(
+    args: argparse.Namespace, model: Any, tokenizer: Any, prompt: list[int] | None = None
+) -> Iterator[Any]:
+    from mlx_lm.sample_utils import make_sampler
+
+    if args.seed is not None:
+        mx.random.seed(args.seed)
     return stream_generate(
         model,
         tokenizer,
-        tokens,
+        _prompt(args, tokenizer) if prompt is None else prompt,
         max_tokens=args.max_tokens,
         sampler=make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k),
         max_kv_size=args.max_kv_size,

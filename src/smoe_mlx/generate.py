@@ -95,10 +95,13 @@ def generate_step(
         mx.eval(token, logprobs)
         return int(token.item()), logprobs.squeeze(0)  # type: ignore[arg-type]
 
+    timed = getattr(type(model), "timed_sampling", None)  # while `instrument` is on
+    sample = emit if timed is None else timed(emit)
+
     def step(tokens: mx.array) -> tuple[int, mx.array]:
         logits = model(tokens[None], cache=cache)[:, -1, :]
         quantize_cache(cache)
-        return emit(logits, tokens)
+        return sample(logits, tokens)
 
     try:
         with mx.stream(stream):

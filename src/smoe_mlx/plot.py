@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from .errors import SmoeError
+from .panel import BUCKETS, Panel
 from .replay import OPTIMAL, Report
 
 # Of middle lightness, and told apart by marks as well: legible on white and on black.
@@ -18,13 +19,9 @@ def plot_report(report: Report, path: str | os.PathLike[str]) -> None:
     Raises:
         SmoeError: matplotlib is missing, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise SmoeError("a plot needs matplotlib: pip install 'smoe-mlx[plots]'") from None
+    figure = new_figure()
     part = "decode" if report.decode_tokens else "prompt"
     tokens = report.decode_tokens or report.prompt_tokens
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     mine = [p for p in report.policies if p != OPTIMAL]
     for i, policy in enumerate([*mine, OPTIMAL]):
@@ -47,13 +44,48 @@ def plot_report(report: Report, path: str | os.PathLike[str]) -> None:
         _in_grey(axes)
     left.set_ylim(top=100)
     figure.suptitle(f"{report.model}: {tokens:,} tokens", color=GREY)
+    _save(figure, path)
+
+
+def plot_panel(panel: Panel, path: str | os.PathLike[str]) -> None:
+    """Write one bar a token, the milliseconds of each bucket stacked, as PNG, SVG or PDF.
+
+    Raises:
+        SmoeError: matplotlib is missing, or the file cannot be written.
+    """
+    figure = new_figure()
+    axes = figure.subplots()
+    bottom = [0.0] * len(panel.tokens)
+    colours = (*COLOURS, "#b8a100", GREY)  # the panel's own work in grey
+    for (name, label), colour in zip(BUCKETS.items(), colours, strict=True):
+        heights = [1e3 * getattr(t, name) for t in panel.tokens]
+        numbers = range(1, len(heights) + 1)
+        axes.bar(numbers, heights, 1.0, bottom, color=colour, label=label)
+        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+    axes.set_xlabel("token")
+    axes.set_ylabel("time with the panel (ms)")
+    axes.margins(x=0)
+    _in_grey(axes, loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
+    _save(figure, path)
+
+
+def new_figure(width: float = 10, height: float = 4.2) -> Any:
+    """An empty figure, in inches. Raises SmoeError if matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise SmoeError("a plot needs matplotlib: pip install 'smoe-mlx[plots]'") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Any, path: str | os.PathLike[str]) -> None:
     try:
         figure.savefig(path, dpi=150, transparent=True)
     except (OSError, ValueError) as e:
         raise SmoeError(f"{path}: the plot cannot be written ({e})") from e
 
 
-def _in_grey(axes: Any) -> None:
+def _in_grey(axes: Any, **legend_place: Any) -> None:
     """Lines and letters that show on any background; the figure itself is transparent."""
     axes.grid(color=GREY, alpha=0.3)
     axes.tick_params(colors=GREY)
@@ -61,6 +93,6 @@ def _in_grey(axes: Any) -> None:
     axes.yaxis.label.set_color(GREY)
     for spine in axes.spines.values():
         spine.set_color(GREY)
-    legend = axes.legend(framealpha=0)
+    legend = axes.legend(framealpha=0, **legend_place)
     for text in legend.get_texts():
         text.set_color(GREY)

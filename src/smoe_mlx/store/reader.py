@@ -281,6 +281,11 @@ class ExpertReader:
         return self._streamer.size
 
     @property
+    def sources(self) -> list[OpenFile]:
+        """The files, in the order in which requests number them."""
+        return [f.source for f in self._files]
+
+    @property
     def slow(self) -> bool:
         """Whether reads take long enough, lately, for other work to be done meanwhile."""
         return self._slow and self._streamer.size > 0
