@@ -244,6 +244,8 @@ def bandwidth_into_slots(model: object, seconds: float = 1.0, at_once: int = 8) 
         experts = cache.layouts[layer].num_experts
         table = cache.table(layer)
         missing = [e for e in draw.sample(range(experts), experts) if table[e] < 0][:at_once]
+        if not missing:
+            continue
         start = time.perf_counter()
         with cache.lock:
             cache.claim(layer, missing)
