@@ -12,9 +12,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from conftest import random_tokens, resident, same_bits
+from mlx_lm.generate import generate_step as mlx_generate_step
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 import smoe_mlx
+from smoe_mlx.generate import generate_step
 from smoe_mlx.load import load_model
 from smoe_mlx.sculptor.recipe import Quantisation, Recipe
 from smoe_mlx.skeleton import replace_module
@@ -196,3 +198,17 @@ def test_numpy_alone_reads_a_mixed_vault(tiny, tmp_path):
         assert np.array_equal(got["up_proj.weight"], np.array(want)), e
     with pytest.raises(ValueError, match="no such expert"):
         module.read_expert(tmp_path / "v" / VAULT_FILE, name, 8)
+
+
+def test_prompts_of_a_mixed_vault_go_chunk_by_chunk_and_stats_say_so(tiny, tmp_path):
+    source = tiny("qwen3_moe", None)
+    smoe_mlx.shatter(source, tmp_path / "v", recipe=write(tmp_path / "r.json", RULES))
+    config = smoe_mlx.StreamingConfig(slots=6, debug=True, prefill_step=16)
+    model, _ = load_model(tmp_path / "v", config=config)
+    got = [t for t, _ in generate_step(mx.array(TOKENS), model, max_tokens=8)]
+    steps = mlx_generate_step(
+        mx.array(TOKENS), reference_model(source), max_tokens=8, prefill_step_size=16
+    )
+    assert got == [int(t) for t, _ in steps]
+    assert smoe_mlx.stats(model).prefill_fallback
+    assert smoe_mlx.stats(model).prefill_passes == 0
