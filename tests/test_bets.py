@@ -263,10 +263,15 @@ def test_an_interrupt_while_a_bet_is_cancelled_is_not_lost(model):
     while not reading.begun:
         assert time.time() < deadline
         time.sleep(0.001)
-    threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    threading.Timer(0.2, reader.gate.set).start()
-    with pytest.raises(KeyboardInterrupt):
-        reader.cancel(reading)
+    # Ignored where the tests were started in the background.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        threading.Timer(0.2, reader.gate.set).start()
+        with pytest.raises(KeyboardInterrupt):
+            reader.cancel(reading)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert reading.done
     reader.close()
 

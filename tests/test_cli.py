@@ -145,8 +145,10 @@ def test_wrong_flags_are_usage_errors():
 
 def test_ctrl_c_ends_quietly():
     process = subprocess.Popen(
-        [*SMOE, "demo", "--max-tokens", "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+        [*SMOE, "demo", "--max-tokens", "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        # Ignored where the tests were started in the background.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     assert process.stdout is not None
     text = b""
     while len(text) < 80:

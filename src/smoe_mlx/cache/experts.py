@@ -600,8 +600,10 @@ class SharedExpertCache:
         """
         bank = self._bank_of[layer]
         largest = max(x.num_experts for x in bank.layouts.values())
-        largest *= 2 if self.reader.slow else 1  # two pass through where the next is read ahead
-        keep = (bank.slots - len(bank.pinned) - largest) // len(bank.layouts)
+        room = bank.slots - len(bank.pinned)
+        # Two pass through at a time where the next one may be read ahead.
+        passing = 2 * largest if self.reader.threads and room >= 2 * largest else largest
+        keep = (room - passing) // len(bank.layouts)
         if keep > 0:
             counts = np.bincount(ids, minlength=self.layouts[layer].num_experts)
             for e in np.argsort(-counts, kind="stable")[keep:].tolist():
