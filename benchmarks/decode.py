@@ -24,6 +24,8 @@ one computes, as `generate` does for them (`--no-lookahead`: they wait too).
 import argparse
 import hashlib
 import json
+import os
+import random
 import resource
 import statistics
 import subprocess
@@ -231,8 +233,6 @@ def counters(model: object) -> dict[str, float]:
 
 def bandwidth_into_slots(model: object, seconds: float = 1.0, at_once: int = 8) -> float:
     """Bytes a second at which random experts come into slots, nothing else going on."""
-    import random
-
     import mlx.core as mx
 
     cache = model._streaming.cache
@@ -257,9 +257,8 @@ def bandwidth_into_slots(model: object, seconds: float = 1.0, at_once: int = 8) 
 
 
 def drop_from_page_cache(folder: Path) -> None:
-    import os
-
-    for path in Path(folder).iterdir():
+    """Ask the system to forget a checkpoint's files (Linux)."""
+    for path in filter(Path.is_file, folder.iterdir()):
         with path.open("rb") as f:
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -15,14 +15,13 @@ Ratios are medians over the rounds, of pairs within a round.
 import argparse
 import hashlib
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from decode import TEXT, physical_nbytes, rotated
+from decode import TEXT, drop_from_page_cache, physical_nbytes, rotated
 
 ARMS = ("mlx-lm", "layer-major", "chunked")
 
@@ -79,9 +78,7 @@ def run_arm(args: argparse.Namespace, arm: str, tokens: int) -> None:
 
     first_token(prompt[: args.width // 2])
     if args.cold:
-        for path in filter(Path.is_file, folder.iterdir()):
-            with path.open("rb") as f:
-                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        drop_from_page_cache(folder)
     mx.reset_peak_memory()
     before, io, start = counters(model), physical_nbytes(), time.perf_counter()
     logprobs = first_token(prompt)

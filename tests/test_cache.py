@@ -128,6 +128,16 @@ def true_sum(model: Model, layer: int, expert: int) -> float:
     return float(model.truth[layer][key][expert].sum())
 
 
+def held_sum(
+    model: Model, cache: SharedExpertCache, layer: int, expert: int
+) -> tuple[mx.array, float]:
+    """A sum that the cache holds, not evaluated yet, and what it must come to."""
+    with cache.lock:
+        y = lazy_sum(cache, layer, expert)
+        cache.hold(y)
+    return y, true_sum(model, layer, expert)
+
+
 # ---- banks and layouts ---------------------------------------------------------------------------
 
 
@@ -372,10 +382,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def hold(self, data):
         layer, e = data.draw(st.sampled_from(sorted(self.banks[0].keys | self.banks[1].keys)))
-        with self.cache.lock:
-            y = lazy_sum(self.cache, layer, e)
-            self.cache.hold(y)
-        self.held.append((y, true_sum(self.model, layer, e)))
+        self.held.append(held_sum(self.model, self.cache, layer, e))
 
     @rule(how=st.sampled_from(["settle", "eval", "look after"]))
     def settle(self, how):

@@ -30,6 +30,7 @@ from mlx_lm.utils import _get_classes, load_config, load_model
 
 from .cache.bank import MX_DTYPES
 from .errors import CheckpointError, UnsupportedModelError, VaultError
+from .layers.lookahead import look_up
 from .layers.switch import Projection
 from .plan import LayerShape, ModelShape
 from .store.layout import ExpertLayout, layout_from_checkpoint
@@ -547,11 +548,8 @@ def _watch_masks(cache: Any, context: int, windows: set[int]) -> None:
 
 def replace_module(model: nn.Module, path: str, module: nn.Module) -> None:
     """Put `module` at `path` ("model.layers.3.mlp.switch_mlp") of `model`."""
-    *parents, last = path.split(".")
-    parent: Any = model
-    for key in parents:
-        parent = parent[int(key)] if isinstance(parent, list) else parent[key]
-    parent[last] = module
+    parent, _, last = path.rpartition(".")
+    look_up(model, parent)[last] = module
 
 
 def other_children(switch: Switch) -> dict[str, Any]:

@@ -7,7 +7,7 @@ computed from this cache has been evaluated (`hold`, `_settle`).
 
 import threading
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -152,7 +152,7 @@ class SharedExpertCache:
         # While a prompt goes layer by layer: what switch modules call in place of computing.
         self.defer: Callable[..., mx.array | None] | None = None
         self._pending: list[mx.array] = []
-        self._claimed: set[Key] = set()  # what the last claim needs: no bet evicts it
+        self._claimed: Set[Key] = set()  # what the last claim needs: no bet evicts it
         self._loading: _Loading | None = None
         self._judges = [Judge() for _ in self.layouts]
         self._banks = []
@@ -294,21 +294,21 @@ class SharedExpertCache:
         bank = self._bank_of[layer]
         table = bank.tables[layer]
         slots = [table[e] for e in ids]
-        experts = dict.fromkeys(ids)
+        keys = dict.fromkeys([(layer, e) for e in ids])
         if -1 not in slots and not bank.pinned and not bank.bets and not self._debug:
-            for e in experts:
-                bank.policy.touch((layer, e))
-            self.stats.layers[layer].hits += len(experts)
-            self._claimed = {(layer, e) for e in experts}
+            for key in keys:
+                bank.policy.touch(key)
+            self.stats.layers[layer].hits += len(keys)
+            self._claimed = keys.keys()
             return slots, ()
         if bank.holds_all:
             self.resident(layer)
             return [table[e] for e in ids], ()
-        if len(experts) + len(bank.pinned) > bank.slots:
+        if len(keys) + len(bank.pinned) > bank.slots:
             return None
         ahead = ahead and self.reader.worth_waking()
         try:
-            loading = self._begin(bank, layer, list(experts), ahead)
+            loading = self._begin(bank, layer, [e for _, e in keys], ahead)
             if loading is not None and (not ahead or not loading.hits):
                 self._finish(loading)
                 loading = None
@@ -372,7 +372,7 @@ class SharedExpertCache:
         new = {}
         for e in experts:
             if e not in loading.slots:
-                loading.slots[e] = new[e] = self._take_slot(bank)
+                loading.slots[e] = new[e] = self._take_slot(bank, self._claimed, demand=True)
         if new:
             reading = self.reader.reading(self._requests(bank, layer, new))
             loading.readings.insert(0, reading)
@@ -414,22 +414,28 @@ class SharedExpertCache:
             coming = loading is not None and loading.bank is bank
             bank.repair(loading.slots.values() if loading is not None and coming else ())
 
-    def _take_slot(self, bank: _Bank) -> int:
-        """A slot to read into: a free one, one of a bet that was not needed, or an evicted one."""
+    def _take_slot(self, bank: _Bank, keep: Set[Key], demand: bool) -> int:
+        """A slot to read into: a free one, one of a bet that was not needed, or an evicted one.
+
+        A demand may take that of any bet. Raises LookupError if there is none.
+        """
         if not bank.free:
-            over = next((k for k, b in bank.bets.items() if b.judged and b.reading.done), None)
+            over = next(
+                (k for k, b in bank.bets.items() if b.judged and b.reading.done and k not in keep),
+                None,
+            )
+            if over is None:
+                try:
+                    self._evict(bank, keep)
+                except LookupError:  # all others are being bet on
+                    if not (demand and bank.bets):
+                        raise
+                    over = next(iter(bank.bets))
             if over is not None:
                 self._drop(bank, over)
-            else:
-                try:
-                    self._evict(bank, self._claimed)
-                except LookupError:  # all others are being bet on
-                    if not bank.bets:
-                        raise
-                    self._drop(bank, next(iter(bank.bets)))
         return bank.free.pop()
 
-    def _evict(self, bank: _Bank, keep: set[Key]) -> None:
+    def _evict(self, bank: _Bank, keep: Set[Key]) -> None:
         key = bank.policy.victim(keep)
         layer, expert = key
         bank.free.append(bank.tables[layer][expert])
@@ -495,13 +501,7 @@ class SharedExpertCache:
         keep = self._claimed | {(layer, e) for e in experts}
         try:
             for e in missing:
-                if not bank.free:
-                    over = [k for k, b in bank.bets.items() if b.judged and k not in keep]
-                    if over:
-                        self._drop(bank, over[0])
-                    else:
-                        self._evict(bank, keep)
-                slot = bank.free.pop()
+                slot = self._take_slot(bank, keep, demand=False)
                 reading = self.reader.reading(self._requests(bank, layer, {e: slot}), bet=True)
                 bank.bets[layer, e] = Bet(slot, reading)
                 self.reader.start(reading)

@@ -63,9 +63,6 @@ class LRU:
     def __contains__(self, key: Key) -> bool:
         return key in self._order
 
-    def __len__(self) -> int:
-        return len(self._order)
-
 
 class LFU:
     """Least frequently used goes first, where old uses count less and the order of layers is known.

@@ -10,6 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from .switch import put_back
+
 
 class MixedSwitch(nn.Module):
     """In the place of mlx-lm's switch layer: `(x [..., D], indices [..., k]) -> [..., k, D]`.
@@ -44,7 +46,4 @@ class MixedSwitch(nn.Module):
                 tokens = mx.array((pairs // k).astype(np.uint32))
                 outputs.append(switch(rows[tokens], mx.array(numbers[pairs])[:, None])[:, 0])
                 orders.append(pairs)
-        back = np.empty(part_of.size, np.uint32)
-        back[np.concatenate(orders)] = np.arange(part_of.size, dtype=np.uint32)
-        y = mx.concatenate(outputs)[mx.array(back)]
-        return y.reshape(*ids.shape, y.shape[-1])
+        return put_back(outputs, orders, ids.shape)

@@ -79,8 +79,8 @@ class _StreamingSwitch(nn.Module):
         self._cache = cache
         self._layer = layer
         self._num_experts = cache.layouts[layer].num_experts
-        self._hits_first, self._trials = True, HITS_FIRST_TRIALS
-        self._bets: tuple[tuple[int, Predictor], ...] = ()
+        self._trials = HITS_FIRST_TRIALS
+        self.bet((), hits_first=True)
         self._set_true_indices(None)
 
     def _set_true_indices(self, indices: mx.array | None) -> None:
@@ -97,7 +97,7 @@ class _StreamingSwitch(nn.Module):
             bets: (layer, what predicts its experts from this module's x): they are read early.
             hits_first: compute the experts that are in memory while others are being read.
         """
-        # Closures in a tuple in a closure: nn.Module would take what they hold for its children.
+        # Past nn.Module, as above.
         object.__setattr__(self, "_bets", tuple(bets))
         self._hits_first = hits_first
 
@@ -268,11 +268,20 @@ class _StreamingSwitch(nn.Module):
                 outputs[n].append(y)
                 orders[n].append(pairs)
         for n, (_, ids) in enumerate(calls):
-            back = np.empty(ids.size, np.uint32)
-            back[np.concatenate(orders[n])] = np.arange(ids.size, dtype=np.uint32)
-            y = mx.concatenate(outputs[n])[mx.array(back)]
+            y = put_back(outputs[n], orders[n], ids.shape)
             outputs[n].clear()
-            yield y.reshape(*ids.shape, y.shape[-1])
+            yield y
+
+
+def put_back(
+    outputs: Sequence[mx.array], orders: Sequence[np.ndarray], shape: tuple[int, ...]
+) -> mx.array:
+    """Join outputs [n, D], whose rows belong to the routed pairs `orders` [n] -> [*shape, D]."""
+    order = np.concatenate(orders)
+    back = np.empty(order.size, np.uint32)
+    back[order] = np.arange(order.size, dtype=np.uint32)
+    y = mx.concatenate(list(outputs))[mx.array(back)]
+    return y.reshape(*shape, y.shape[-1])
 
 
 def _flat(nested: Any, shape: tuple[int, ...]) -> list[int]:

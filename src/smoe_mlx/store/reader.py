@@ -331,12 +331,12 @@ class ExpertReader:
         finally:
             self._wait(readings)  # once more, if an interrupt hit the first
             self.stats.wait_seconds += time.perf_counter() - start
+        error = next((r.error for r in readings if r.error is not None), None)
+        if error is None or isinstance(error, ExpertReadError):
+            self._check_unchanged(readings)  # the better explanation of a short read
+        if error is not None:
+            raise error
         for reading in readings:
-            if reading.error is not None:
-                if isinstance(reading.error, ExpertReadError):
-                    self._check_unchanged(reading)  # the better explanation of a short read
-                raise reading.error
-            self._check_unchanged(reading)
             self._count(reading.reads)
 
     def cancel(self, reading: Reading) -> None:
@@ -368,14 +368,15 @@ class ExpertReader:
                 reading.quiet()
             if reading.queued:
                 self._streamer.forget(reading)
+                reading.queued = False
 
     def _count(self, reads: Sequence[_Read]) -> None:
         self.stats.reads += len(reads)
         self.stats.requests += sum([len(r.labels) for r in reads])
         self.stats.bytes += sum([r.nbytes for r in reads])
 
-    def _check_unchanged(self, reading: Reading) -> None:
-        for i in {r.file for r in reading.reads}:
+    def _check_unchanged(self, readings: Sequence[Reading]) -> None:
+        for i in {read.file for reading in readings for read in reading.reads}:
             self._files[i].source.check_unchanged()
 
     def _read_alone(self, reading: Reading) -> bool:
