@@ -273,6 +273,23 @@ def test_an_interrupt_while_a_bet_is_cancelled_is_not_lost(model):
     reader.close()
 
 
+def test_a_bet_that_is_needed_before_it_was_queued_leaves_nothing_open(model):
+    """As an interrupt in `prefetch` can leave it: bets that come later are read all the same."""
+    reader = SlowReader(model.checkpoint.files)
+    bank = SlotBank(model.layouts[0].tensors, 2)
+    offset = int(model.layouts[0].offsets[0, 0])
+    first, second = (
+        reader.reading([(0, offset, bank.rows(i)[0], ("x",))], bet=True) for i in range(2)
+    )
+    reader.finish(first)
+    reader.start(second)
+    deadline = time.time() + 10
+    while not second.done:
+        assert time.time() < deadline
+        time.sleep(0.001)
+    reader.close()
+
+
 def test_bets_evict_nothing_that_the_claim_needs(model):
     cache = make(model, slots_a=3)
     decode(cache, 0, [0, 1])

@@ -136,7 +136,7 @@ class Streamer:
         with self._lock:
             if reading in self._bets:
                 self._bets.remove(reading)
-            reading.bet = False
+            reading.bet, reading.queued = False, True  # it may not have been queued yet
             self._demands.append(reading)
         self._wake_some(len(reading.todo))
 
