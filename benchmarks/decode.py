@@ -240,12 +240,13 @@ def bandwidth_into_slots(model: object, seconds: float = 1.0, at_once: int = 8) 
     draw = random.Random(0)
     read, busy = cache.reader.stats.bytes, 0.0
     while busy < seconds:
-        layer = draw.randrange(len(cache.layouts))
+        some = [i for i in range(len(cache.layouts)) if -1 in cache.table(i)]
+        if not some:
+            return 0.0
+        layer = draw.choice(some)
         experts = cache.layouts[layer].num_experts
         table = cache.table(layer)
         missing = [e for e in draw.sample(range(experts), experts) if table[e] < 0][:at_once]
-        if not missing:
-            continue
         start = time.perf_counter()
         with cache.lock:
             cache.claim(layer, missing)

@@ -767,3 +767,54 @@ def test_forked_children_read_and_an_open_reader_does_not_keep_a_program(one_fil
         timeout=60,
     )
     assert (done.returncode, done.stdout) == (0, "last line\n"), done.stderr
+
+
+class FakeUploader:
+    """Copies in place of a CUDA driver, and takes down who asked."""
+
+    def __init__(self, fail: bool = False):
+        self.local, self.fail = threading.local(), fail
+        self.uploads, self.nbytes, self.closed = 0, 0, 0
+
+    def pinned(self, nbytes: int) -> memoryview:
+        self.local.view = memoryview(bytearray([GUARD]) * nbytes)
+        return self.local.view
+
+    def upload(self, pieces) -> None:
+        if self.fail:
+            raise OSError(errno.EIO, "the GPU is gone")
+        self.uploads += 1
+        for offset, to in pieces:
+            to[:] = self.local.view[offset : offset + len(to)]
+            self.nbytes += len(to)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.parametrize("io", IO_MODES)
+def test_bytes_reach_buffers_of_a_gpu_by_upload_and_gaps_do_not(three_files, io):
+    uploader = FakeUploader()
+    reader = ExpertReader(three_files, 2, io, uploader)
+    apart = MERGE_GAP_NBYTES // 2
+    read_and_check(reader, three_files, [(0, 100, 50), (0, 150 + apart, 60), (1, 0, 7000)])
+    assert uploader.uploads == 2  # the first two are one read
+    assert uploader.nbytes == 50 + 60 + 7000
+    reader.close()
+    assert uploader.closed == 1
+
+
+def test_a_failed_upload_is_a_failed_read(one_file):
+    reader = ExpertReader([one_file], 2, uploader=FakeUploader(fail=True))
+    with pytest.raises(OSError, match="the GPU is gone"):
+        reader.read([request(0, i * 10_000, 100) for i in range(6)])
+    reader.close()
+
+
+def test_without_a_cuda_device_there_is_no_uploader():
+    import mlx.core as mx
+
+    from smoe_mlx.store.cuda import make_uploader
+
+    if mx.default_device() == mx.cpu or not mx.cuda.is_available():
+        assert make_uploader() is None

@@ -30,6 +30,7 @@ from .skeleton import (
     replace_module,
 )
 from .stats import Streaming
+from .store.cuda import make_uploader
 from .store.files import OpenFile
 from .store.reader import ExpertReader
 from .store.safetensors import Checkpoint, SafetensorsMmap
@@ -199,7 +200,7 @@ def _install(
     skeleton: Skeleton, files: Sequence[OpenFile], plan: MemoryPlan, config: StreamingConfig
 ) -> Streaming:
     """Put a streaming module in the place of every switch module."""
-    reader = ExpertReader(files, config.threads, config.io)
+    reader = ExpertReader(files, config.threads, config.io, make_uploader())
     cache = SharedExpertCache(
         skeleton.layouts,
         [(b.layers, b.slots) for b in plan.banks],

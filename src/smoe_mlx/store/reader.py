@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import CheckpointChangedError, ExpertReadError
+from .cuda import Uploader
 from .files import OpenFile
 from .streamer import Reading, Streamer
 
@@ -57,6 +58,12 @@ class _Read:
     def __init__(self, file: int, offset: int, buffer: memoryview, label: tuple[str, ...]):
         self.file, self.offset, self.nbytes = file, offset, len(buffer)
         self.buffers, self.labels = [buffer], [(offset, label)]
+
+    def into(self, buffer: memoryview) -> "_Read":
+        """The same bytes of the file, into one buffer."""
+        read = _Read(self.file, self.offset, buffer, ())
+        read.labels = self.labels
+        return read
 
     def label_at(self, offset: int) -> str:
         """What lies at `offset` of the file."""
@@ -242,10 +249,22 @@ class _File:
             self.own_fd = -1
 
 
-def _close_all(streamer: Streamer, files: list[_File]) -> None:
+def _read_and_upload(uploader: Uploader, file: _File, read: _Read) -> None:
+    file.read(read.into(uploader.pinned(read.nbytes)))
+    pieces, at = [], 0
+    for buffer in read.buffers:
+        if buffer.obj is not _waste.obj:
+            pieces.append((at, buffer))
+        at += len(buffer)
+    uploader.upload(pieces)
+
+
+def _close_all(streamer: Streamer, files: list[_File], uploader: Uploader | None) -> None:
     streamer.stop()
     for f in files:
         f.close()
+    if uploader is not None:
+        uploader.close()
 
 
 class ExpertReader:
@@ -256,15 +275,25 @@ class ExpertReader:
         threads: how many reads may be under way beside the caller's own.
         io: "pread"; "direct" past the page cache (F_NOCACHE on macOS, O_DIRECT on Linux; where the
             file system has no direct I/O, `io` is "pread" afterwards); or "mmap".
+        uploader: brings the bytes to buffers that are arrays of a CUDA device.
     """
 
-    def __init__(self, files: Sequence[OpenFile], threads: int = 8, io: str = "pread"):
+    def __init__(
+        self,
+        files: Sequence[OpenFile],
+        threads: int = 8,
+        io: str = "pread",
+        uploader: Uploader | None = None,
+    ):
         if io not in IO_MODES:
             raise ValueError(f"io={io!r}: one of {', '.join(IO_MODES)}")
         files_ = self._files = [_File(f, io) for f in files]
 
         def read_one(read: _Read) -> None:
-            files_[read.file].read(read)
+            if uploader is None:
+                files_[read.file].read(read)
+            else:
+                _read_and_upload(uploader, files_[read.file], read)
 
         self._read_one = read_one
         self._streamer = Streamer(read_one, threads)
@@ -274,7 +303,7 @@ class ExpertReader:
         self.io = "pread" if refused else io
         self.stats = ReaderStats()
         # Joins the threads when the reader is freed, and at exit, before the interpreter goes.
-        self.close = weakref.finalize(self, _close_all, self._streamer, self._files)
+        self.close = weakref.finalize(self, _close_all, self._streamer, self._files, uploader)
 
     @property
     def threads(self) -> int:
