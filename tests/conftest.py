@@ -129,7 +129,7 @@ class SlowReader(ExpertReader):
     fail: BaseException | None = None
     gate: threading.Event | None = None
 
-    def __init__(self, files, threads=2, io="pread"):
+    def __init__(self, files, threads=2, io="pread", uploader=None):
         super().__init__(files, threads, io)
         read_one = self._read_one
 

@@ -36,6 +36,7 @@ class LayerStats:
 
     hits: int = 0
     misses: int = 0
+    missed_calls: int = 0
     calls: int = 0
     waves: int = 0
     resident_calls: int = 0
@@ -58,6 +59,11 @@ class CacheStats:
     def misses(self) -> int:
         return sum(x.misses for x in self.layers)
 
+    @property
+    def missed_calls(self) -> int:
+        """Layer calls that lacked at least one expert."""
+        return sum(x.missed_calls for x in self.layers)
+
 
 class _Bank:
     """A slot bank, shared by the layers whose experts have one geometry, and its bookkeeping.
@@ -70,14 +76,22 @@ class _Bank:
         self.holds_all = slots >= sum(x.num_experts for x in layouts.values())
         # layer -> [E]: the slot of each expert, or -1. Lists: faster than arrays for a few ids.
         self.tables = {i: [-1] * x.num_experts for i, x in layouts.items()}
+        self.lookups: dict[int, mx.array] = {}  # layer -> its table for graphs, while it holds
         self.pinned: set[Key] = set()
         self.bets: dict[Key, Bet] = {}
+        self.landed: set[Key] = set()  # bets that were entered before anybody needed them
         self.forget()
+
+    def place(self, layer: int, expert: int, slot: int) -> None:
+        """An expert is in `slot` now, or in none (-1)."""
+        self.lookups.pop(layer, None)
+        self.tables[layer][expert] = slot
 
     def forget(self) -> None:
         """Empty, with no memory: it is allocated when it is first needed."""
         self.memory: SlotBank | None = None
         self.resident: dict[int, Arrays] = {}  # layer -> its own rows
+        self.lookups.clear()
         for layer, table in self.tables.items():
             for e, slot in enumerate(table):
                 if slot >= 0:
@@ -152,6 +166,7 @@ class SharedExpertCache:
         # While a prompt goes layer by layer: what switch modules call in place of computing.
         self.defer: Callable[..., mx.array | None] | None = None
         self._pending: list[mx.array] = []
+        self._unread: list[tuple[int, mx.array]] = []
         self._claimed: Set[Key] = set()  # what the last claim needs: no bet evicts it
         self._loading: _Loading | None = None
         self._judges = [Judge() for _ in self.layouts]
@@ -388,12 +403,13 @@ class SharedExpertCache:
         stats = self.stats.layers[loading.layer]
         stats.hits += loading.hits
         stats.misses += len(loading.slots)
+        stats.missed_calls += 1
         self._loading = None
 
     def _enter(self, bank: _Bank, layer: int, expert: int, slot: int) -> None:
         if self._check:
             self._compare(layer, expert, self._memory(bank).rows(slot))
-        bank.tables[layer][expert] = slot
+        bank.place(layer, expert, slot)
         bank.policy.touch((layer, expert))
 
     def _recover(self) -> None:
@@ -403,7 +419,7 @@ class SharedExpertCache:
             for reading in loading.readings:
                 self.reader.cancel(reading)
             for e in loading.slots:
-                loading.bank.tables[loading.layer][e] = -1
+                loading.bank.place(loading.layer, e, -1)
                 loading.bank.policy.discard((loading.layer, e))
         self._loading = None
         self._repair()
@@ -439,7 +455,7 @@ class SharedExpertCache:
         key = bank.policy.victim(keep)
         layer, expert = key
         bank.free.append(bank.tables[layer][expert])
-        bank.tables[layer][expert] = -1
+        bank.place(layer, expert, -1)
         bank.policy.discard(key)
         self.stats.evictions += 1
 
@@ -467,6 +483,84 @@ class SharedExpertCache:
                 "Make the vault again (smoe-mlx shatter)."
             )
         self._checked.add((layer, expert))
+
+    # ---- slot numbers in the graph -------------------------------------------------------------
+
+    def lookup(self, layer: int) -> mx.array:
+        """[E] uint32: `table(layer)` for graphs, 0 for experts that are not in memory.
+
+        The same object until the table changes, then another one.
+        """
+        bank = self._bank_of[layer]
+        found = bank.lookups.get(layer)
+        if found is None:
+            self._memory(bank)
+            found = mx.array([max(slot, 0) for slot in bank.tables[layer]], mx.uint32)
+            bank.lookups[layer] = found
+        return found
+
+    def is_complete(self, layer: int) -> bool:
+        """Whether all experts of `layer` are in memory at this moment."""
+        return -1 not in self._bank_of[layer].tables[layer]
+
+    def saw(self, layer: int, ids: Sequence[int], lookup: mx.array) -> bool:
+        """A call took its slots from `lookup`: whether that gave it all of `ids`. Then they are
+        counted as hits, and used just now.
+        """
+        bank = self._bank_of[layer]
+        table = bank.tables[layer]
+        if bank.lookups.get(layer) is not lookup or any([table[e] < 0 for e in ids]):
+            return False
+        self._used(layer, ids)
+        return True
+
+    def saw_later(self, layer: int, indices: mx.array) -> None:
+        """A call of a complete layer took these experts; they are read when the host waits anyway."""
+        self._unread.append((layer, indices))
+        if len(self._unread) > len(self.layouts):
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Count what `saw_later` was told. By now it has been evaluated."""
+        unread, self._unread = self._unread, []
+        for layer, indices in unread:
+            self._used(layer, np.array(indices).ravel().tolist())
+
+    def _used(self, layer: int, ids: Sequence[int]) -> None:
+        bank, stats = self._bank_of[layer], self.stats.layers[layer]
+        keys = dict.fromkeys([(layer, e) for e in ids])
+        for key in keys:
+            if key in bank.policy:
+                bank.policy.touch(key)
+        early = 0
+        if bank.landed:
+            landed = {key for key in bank.landed if key[0] == layer}
+            bank.landed -= landed
+            early = len(landed & keys.keys())
+            self.stats.bets.used += early
+            self.stats.bets.wasted += len(landed) - early
+        stats.hits += len(keys) - early
+        stats.misses += early
+        stats.calls += 1
+        stats.waves += 1
+        self._claimed = keys.keys()
+
+    def land(self, layer: int) -> None:
+        """Enter what was bet on for `layer`, which comes next, waiting for it; errors as `claim`."""
+        bank = self._bank_of[layer]
+        experts = [e for i, e in bank.bets if i == layer]
+        if not experts:
+            return
+        stats = self.stats.layers[layer]
+        try:
+            self._settle()
+            before = stats.misses, stats.missed_calls
+            self._finish(self._start(bank, layer, experts))
+            stats.misses, stats.missed_calls = before  # `saw` tells who was needed
+            bank.landed.update((layer, e) for e in experts)
+        except BaseException:
+            self._recover()
+            raise
 
     # ---- bets --------------------------------------------------------------------------------
 

@@ -80,6 +80,7 @@ class _StreamingSwitch(nn.Module):
         self._layer = layer
         self._num_experts = cache.layouts[layer].num_experts
         self._trials = HITS_FIRST_TRIALS
+        self.has_zero_experts = False  # then `expect` is called before each call
         self.bet((), hits_first=True)
         self._set_true_indices(None)
 
@@ -151,17 +152,46 @@ class _StreamingSwitch(nn.Module):
     def _few(self, x: mx.array, indices: mx.array) -> mx.array:
         """A few rows: what decoding does."""
         cache, layer, shape = self._cache, self._layer, indices.shape
-        one_token = indices.size == shape[-1]
-        bets = [
+        if cache.is_complete(layer):
+            with cache.lock:
+                if cache.is_complete(layer):
+                    y = self.by_lookup(x, indices, cache.lookup(layer))
+                    cache.saw_later(layer, indices)
+                    cache.hold(y)
+                    return y
+        predicted = [
             (i, predict(x, shape[-1]))
             for i, predict in self._bets
-            if one_token and cache.may_bet(i)
+            if indices.size == shape[-1] and cache.may_bet(i)
         ]
-        if bets:
-            mx.eval(indices, *[predicted for _, predicted in bets])
-        ids = _flat(indices.tolist(), shape)  # the one host read of a layer
+        if predicted:
+            mx.eval(indices, *[experts for _, experts in predicted])
+        ids = flat(indices.tolist(), shape)  # the one host read of a layer
+        bets = [(i, flat(experts.tolist(), experts.shape)) for i, experts in predicted]
+        return self.with_ids(x, ids, shape, bets)
+
+    def by_lookup(self, x: mx.array, indices: mx.array, lookup: mx.array) -> mx.array:
+        """The host does not look: slots come from a table [E] in the graph, right or wrong."""
+        return self.in_one(self._cache.arrays(self._layer), x, mx.take(lookup, indices))
+
+    def with_ids(
+        self,
+        x: mx.array,
+        ids: list[int],
+        shape: tuple[int, ...],
+        bets: Sequence[tuple[int, list[int]]],
+    ) -> mx.array:
+        """A few rows whose experts the host knows.
+
+        Args:
+            ids: the routing [*shape], flat.
+            bets: (layer, experts) to be read meanwhile.
+        """
+        cache, layer = self._cache, self._layer
+        one_token = len(ids) == shape[-1]
         with cache.lock:
             cache.look_after()
+            cache.catch_up()
             stats = cache.stats.layers[layer]
             stats.calls += 1
             claimed = cache.claim_few(layer, ids, ahead=one_token and self._hits_first)
@@ -173,8 +203,8 @@ class _StreamingSwitch(nn.Module):
             stats.waves += 1
             slots, coming = claimed
             try:
-                for i, predicted in bets:
-                    cache.prefetch(i, _flat(predicted.tolist(), predicted.shape))
+                for i, experts in bets:
+                    cache.prefetch(i, experts)
                 if coming:
                     y = self._in_two(x, ids, slots, coming, shape)
                 else:
@@ -284,7 +314,7 @@ def put_back(
     return y.reshape(*shape, y.shape[-1])
 
 
-def _flat(nested: Any, shape: tuple[int, ...]) -> list[int]:
+def flat(nested: Any, shape: tuple[int, ...]) -> list[int]:
     """The numbers of an array's `tolist()`, in one list."""
     for _ in shape[1:]:
         nested = nested[0] if len(nested) == 1 else [e for row in nested for e in row]

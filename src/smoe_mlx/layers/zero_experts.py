@@ -17,6 +17,7 @@ def tell_true_routing(block: nn.Module, switch: StreamingSwitchGLU | StreamingSw
     if not getattr(block, "zero_expert_num", 0) or "router" not in block:
         return
     router = block.router
+    switch.has_zero_experts = True
 
     class Telling(type(router)):  # type: ignore[misc]
         def __call__(self, x: mx.array) -> Any:
