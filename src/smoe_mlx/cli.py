@@ -18,6 +18,7 @@ from . import __version__
 from .cache.policy import POLICIES
 from .config import StreamingConfig
 from .errors import SmoeError
+from .forward.decode import MODES
 from .generate import stream_generate
 from .hub import DEMO
 from .instrument import instrument
@@ -167,6 +168,9 @@ def _add_budget(parser: argparse.ArgumentParser, slots: float | None = None) -> 
         "--io", choices=IO_MODES, default="pread", help="direct: past the page cache"
     )
     group.add_argument(
+        "--decode", default="auto", metavar="MODE", help=f"{', '.join(MODES)} (docs/decode.md)"
+    )
+    group.add_argument(
         "--policy", default="lru", help=f"who makes room for another: {', '.join(POLICIES)}"
     )
     group.add_argument(
@@ -249,6 +253,7 @@ def _config(args: argparse.Namespace) -> StreamingConfig:
             hits_first=args.hits_first,
             lookahead=args.lookahead,
             spec=args.spec,
+            decode=args.decode,
             threads=args.threads,
             io=args.io,
             policy=args.policy,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from .cache.policy import POLICIES
 from .errors import BudgetError
+from .forward.decode import MODES
 from .store.reader import IO_MODES
 
 _UNITS = {"": 1, "B": 1}
@@ -49,6 +50,10 @@ class StreamingConfig:
             gate is asked early. Each layer stops by itself where that does not pay.
         spec: experts beyond a token's own that are read as bets for the next token, by their rank
             with the router.
+        decode: how `stream_generate` decodes tokens. "auto" picks the fastest of "exact" (the host
+            looks at the routing of each layer), "lag1" and "token" (it looks later, and does again
+            what lacked an expert); all give the same bits. "lossy" leaves out experts that are not
+            in memory: not the model's own answers.
         threads: reads that may be under way beside the calling thread's own.
         io: how experts are read: "pread", "direct" (past the page cache) or "mmap".
         policy: which expert makes room for another: "lru" or "lfu" (docs/policies.md).
@@ -63,6 +68,7 @@ class StreamingConfig:
     hits_first: bool = True
     lookahead: bool = True
     spec: int = 0
+    decode: str = "auto"
     threads: int = 8
     io: str = "pread"
     policy: str = "lru"
@@ -88,6 +94,8 @@ class StreamingConfig:
             raise ValueError(f"io={self.io!r}: one of {', '.join(IO_MODES)}")
         if self.policy not in POLICIES:
             raise ValueError(f"policy={self.policy!r}: one of {', '.join(POLICIES)}")
+        if self.decode not in MODES:
+            raise ValueError(f"decode={self.decode!r}: one of {', '.join(MODES)}")
         for name, least in (
             ("context", 1), ("prefill_step", 1), ("threads", 0), ("spec", 0)
         ):  # fmt: skip

@@ -99,9 +99,11 @@ def generate_step(
     sample = emit if timed is None else timed(emit)
 
     def step(tokens: mx.array) -> tuple[int, mx.array]:
-        logits = model(tokens[None], cache=cache)[:, -1, :]
+        logits = streaming.decoding.step(model, tokens[None], cache)[:, -1, :]
         quantize_cache(cache)
-        return sample(logits, tokens)
+        sampled = sample(logits, tokens)
+        streaming.decoding.done()
+        return sampled
 
     try:
         with mx.stream(stream):

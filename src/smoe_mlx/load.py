@@ -15,6 +15,7 @@ from .cache.experts import SharedExpertCache
 from .cache.policy import POLICIES
 from .config import StreamingConfig
 from .errors import CheckpointError, UnsupportedModelError, VaultError
+from .forward.decode import Decoding
 from .hub import find_model
 from .layers.lookahead import look_up, make_predictor
 from .layers.mixed import MixedSwitch
@@ -230,7 +231,7 @@ def _install(
             tell_true_routing(look_up(skeleton.model, switch.path.rpartition(".")[0]), module)
             modules.append((layer - 1, switch, module))
     _install_bets(skeleton, modules, config)
-    return Streaming(cache, plan)
+    return Streaming(cache, plan, Decoding(skeleton.model, cache, config.decode))
 
 
 def _install_bets(

@@ -9,6 +9,7 @@ import mlx.nn as nn
 from .cache.bets import BetStats
 from .cache.experts import LayerStats, SharedExpertCache
 from .errors import UnsupportedModelError
+from .forward.decode import Decoding
 from .plan import MemoryPlan, format_bytes
 
 
@@ -26,6 +27,7 @@ class Streaming:
 
     cache: SharedExpertCache
     plan: MemoryPlan
+    decoding: Decoding
     prefill: PrefillStats = field(default_factory=PrefillStats)
 
 
@@ -44,6 +46,10 @@ class Stats:
         prefill_passes: times that a prompt, or as much of it as the memory plan takes at once, went
             through the model layer by layer.
         prefill_fallback: why prompts go chunk by chunk instead, or "".
+        decoded: tokens decoded in each mode, as far as `stream_generate` decoded them.
+        failed_passes: forwards that were done again because an expert was missing.
+        decode_fallback: why the model is decoded only the exact way, or "".
+        dropped: experts that `decode="lossy"` left out. Unless 0, answers are not the model's own.
         peak_memory: most bytes that MLX held, of all it did in this process.
         bets: experts that were read ahead, before their layer asked for them.
         layers: the counters of each MoE layer.
@@ -61,6 +67,10 @@ class Stats:
     io: str
     prefill_passes: int
     prefill_fallback: str
+    decoded: dict[str, int]
+    failed_passes: int
+    decode_fallback: str
+    dropped: int
     peak_memory: int
     plan: MemoryPlan
     bets: BetStats
@@ -95,9 +105,15 @@ class Stats:
             f"{self.resident_calls:,} without",
             f"prompts           {self.prefill_passes:,} passes layer by layer"
             + (f"; chunk by chunk: {self.prefill_fallback}" if self.prefill_fallback else ""),
+            "decoded           "
+            + (", ".join(f"{n:,} {mode}" for mode, n in self.decoded.items() if n) or "nothing")
+            + (f"; {self.failed_passes:,} passes done again" if self.failed_passes else "")
+            + (f"; only exact: {self.decode_fallback}" if self.decode_fallback else ""),
             f"peak memory       {format_bytes(self.peak_memory)} "
             f"(plan {format_bytes(self.plan.total)})",
         ]
+        if self.dropped:
+            lines.append(f"LOSSY             {self.dropped:,} experts left out: not exact answers")
         return "\n".join(lines)
 
 
@@ -135,6 +151,10 @@ def stats(model: nn.Module) -> Stats:
         io=reader.io,
         prefill_passes=streaming.prefill.passes,
         prefill_fallback=streaming.prefill.fallback,
+        decoded=dict(streaming.decoding.tokens),
+        failed_passes=streaming.decoding.optimistic.failed,
+        decode_fallback=streaming.decoding.optimistic.refused,
+        dropped=streaming.decoding.dropped,
         peak_memory=mx.get_peak_memory(),
         plan=streaming.plan,
         bets=BetStats(**asdict(cache.stats.bets)),

@@ -515,7 +515,7 @@ class SharedExpertCache:
         return True
 
     def saw_later(self, layer: int, indices: mx.array) -> None:
-        """A call of a complete layer took these experts; they are read when the host waits anyway."""
+        """A call of a complete layer took these experts; the host reads that when it next waits."""
         self._unread.append((layer, indices))
         if len(self._unread) > len(self.layouts):
             self.catch_up()
@@ -546,7 +546,7 @@ class SharedExpertCache:
         self._claimed = keys.keys()
 
     def land(self, layer: int) -> None:
-        """Enter what was bet on for `layer`, which comes next, waiting for it; errors as `claim`."""
+        """Wait for what was bet on for `layer`, which comes next; enter it. Errors as `claim`."""
         bank = self._bank_of[layer]
         experts = [e for i, e in bank.bets if i == layer]
         if not experts:
@@ -584,7 +584,7 @@ class SharedExpertCache:
         bank = self._bank_of[layer]
         table = bank.tables[layer]
         busy = self._claimed | bank.bets.keys()
-        missing = [e for e in experts if table[e] < 0 and (layer, e) not in busy]
+        missing = [e for e in dict.fromkeys(experts) if table[e] < 0 and (layer, e) not in busy]
         if not missing:
             return
         try:

@@ -1,0 +1,119 @@
+"""How single tokens are decoded: which way, chosen by measuring.
+
+Waiting at each layer for the host costs time that an optimistic pass saves; each miss costs an
+optimistic pass what it has to do again. Which is more depends on the machine, the model, and how
+much of it is in memory, and none of that is known beforehand. So the ways that the miss rate allows
+are tried on a few tokens each, now and then, and the fastest one is taken. All give the same bits.
+"""
+
+import statistics
+import time
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..cache.experts import SharedExpertCache
+from .optimistic import OptimisticDecoder
+
+# "exact" looks at the routing layer by layer; for the others see optimistic.py.
+LAGS: dict[str, int | None] = {"lag1": 1, "token": None}
+MODES = ("auto", "exact", *LAGS, "lossy")
+
+WINDOW = 32  # tokens until the choice is looked at again
+TRIAL = 8  # tokens for which a way is tried
+RETRY = 1024  # tokens after which all are tried again
+MOST_MISSED_CALLS = 0.4  # the share of layer calls with a miss up to which `lag1` is tried...
+MOST_MISSES = 1.0  # ...and the number of them in a token up to which `token` is
+
+
+class Chooser:
+    """Picks a mode for each token from how long tokens took. Knows no models and no clocks."""
+
+    def __init__(self, layers: int):
+        self.layers = layers
+        self.mode = "exact"
+        self.seconds: dict[str, float] = {}  # mode -> median of its latest tokens
+        self._plan = [("exact", WINDOW)]
+        self._taken: list[float] = []
+        self._missed = 0
+        self._since_trial = RETRY
+
+    def took(self, seconds: float, missed_calls: int) -> None:
+        """The token was decoded with `mode`, and so many of its layer calls lacked an expert."""
+        self._taken.append(seconds)
+        self._missed += missed_calls
+        self._since_trial += 1
+        mode, tokens = self._plan[0]
+        if len(self._taken) < tokens:
+            return
+        self.seconds[mode] = statistics.median(self._taken)
+        missed = self._missed / len(self._taken)
+        self._taken, self._missed = [], 0
+        self._plan.pop(0)
+        if not self._plan:
+            self._decide(missed)
+        self.mode = self._plan[0][0]
+
+    def _decide(self, missed: float) -> None:
+        """missed: layer calls of a token that lacked an expert."""
+        modes = ["exact"]
+        if missed <= MOST_MISSED_CALLS * self.layers:
+            modes.append("lag1")
+        if missed <= MOST_MISSES:
+            modes.append("token")
+        untried = any(m not in self.seconds for m in modes) or self._since_trial >= RETRY
+        if len(modes) > 1 and untried:
+            self._since_trial = 0
+            self._plan = [(m, TRIAL) for m in modes]
+        else:
+            best = min((m for m in modes if m in self.seconds), key=self.seconds.__getitem__)
+            self._plan = [(best, WINDOW)]
+
+
+class Decoding:
+    """Decodes the tokens of one streamed model.
+
+    Attributes:
+        mode: "auto", or the one mode that is used.
+        tokens: how many were decoded with each mode.
+        dropped: experts that were left out (only with "lossy").
+    """
+
+    def __init__(self, model: nn.Module, experts: SharedExpertCache, mode: str = "auto"):
+        self.mode = mode
+        self.optimistic = OptimisticDecoder(model, experts)
+        self.tokens = dict.fromkeys(MODES[1:], 0)
+        self.dropped = 0
+        self._experts = experts
+        self._chooser = Chooser(len(experts.layouts))
+        self._start, self._missed = 0.0, 0
+
+    def step(self, model: nn.Module, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """Logits [B, 1, vocab] after one token a row [B, 1]. `done` follows when they are there.
+
+        Raises:
+            ExpertReadError, CheckpointChangedError: an expert could not be read.
+        """
+        self._start = time.perf_counter()
+        self._missed = self._experts.stats.missed_calls
+        mode = self._chooser.mode if self.mode == "auto" else self.mode
+        # What looks at each call wants true ones, and in order.
+        observed = self._experts.trace is not None or hasattr(type(model), "timed_sampling")
+        if mode != "exact" and (observed or not self.optimistic.ready(model)):
+            mode = "exact"
+        self.tokens[mode] += 1
+        if mode == "exact":
+            logits: mx.array = model(tokens, cache=cache)
+        elif mode == "lossy":
+            logits, dropped = self.optimistic.lossy_step(model, tokens, cache)
+            self.dropped += dropped
+        else:
+            logits = self.optimistic.step(model, tokens, cache, LAGS[mode])
+        return logits
+
+    def done(self) -> None:
+        """The token of the last `step` is there."""
+        if self.mode == "auto" and not self.optimistic.refused:
+            missed = self._experts.stats.missed_calls - self._missed
+            self._chooser.took(time.perf_counter() - self._start, missed)

@@ -1,0 +1,347 @@
+"""Optimistic decode: the bits of the exact way, whatever is missed; nothing is kept of failures."""
+
+import errno
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import STREAMED, random_tokens, resident, same_bits
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step as mlx_generate_step
+from mlx_lm.models import cache as caches
+from mlx_lm.models.cache import make_prompt_cache
+
+import smoe_mlx
+from smoe_mlx import StreamingConfig, stats
+from smoe_mlx.forward import decode, optimistic, rollback
+from smoe_mlx.forward.decode import Chooser
+from smoe_mlx.generate import generate_step
+from smoe_mlx.load import load_model
+
+DEMO = Path(smoe_mlx.__file__).parent / "demo"
+TOKENS = random_tokens(40)
+ZERO_EXPERTS = [a for a in STREAMED if a.startswith("longcat")]
+OPTIMISTIC = ["lag1", "token"]
+
+
+def open_model(folder, mode, slots=0.5, **options):
+    return load_model(folder, config=StreamingConfig(slots=slots, decode=mode, **options))[0]
+
+
+def decode_logits(model, n=10, start=5, batch=1):
+    """Logits of a few tokens, one by one, behind a short prompt, by the model's own decoding."""
+    cache = make_prompt_cache(model)
+    yield model(mx.array([TOKENS[:start]] * batch), cache=cache)
+    for t in TOKENS[start : start + n]:
+        yield step(model, t, cache, batch)
+
+
+def step(model, token, cache, batch=1):
+    tokens = mx.array([[token]] * batch)
+    if hasattr(model, "_streaming"):
+        y = model._streaming.decoding.step(model, tokens, cache)
+    else:
+        y = model(tokens, cache=cache)
+    mx.eval(y)
+    return y
+
+
+def equal(a, b) -> bool:
+    return all(same_bits(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("arch", STREAMED)
+def test_every_architecture_gives_mlx_lms_bits(arch, tiny):
+    folder = tiny(arch)
+    expected = list(decode_logits(resident(folder)))
+    for mode in OPTIMISTIC:
+        model = open_model(folder, mode, 0.3, debug=True)
+        assert equal(decode_logits(model), expected), mode
+        s = stats(model)
+        if arch in ZERO_EXPERTS:
+            assert s.decode_fallback
+            assert s.decoded == {**dict.fromkeys(s.decoded, 0), "exact": 10}
+        else:
+            assert not s.decode_fallback, s.decode_fallback
+            assert s.decoded[mode] == 10
+            assert s.failed_passes, "nothing was missed: nothing was tried"
+
+
+@pytest.mark.parametrize("mode", OPTIMISTIC)
+@pytest.mark.parametrize("slots", [9, 0.25, 0.75, 511])
+def test_the_demo_at_any_number_of_slots(mode, slots):
+    model = open_model(DEMO, mode, slots, debug=True)
+    assert equal(decode_logits(model, 20), decode_logits(resident(DEMO), 20))
+    assert stats(model).decoded[mode] == 20
+
+
+@pytest.mark.parametrize("mode", OPTIMISTIC)
+def test_what_a_failed_pass_saw_is_read_ahead_and_used(mode, slow_disk):
+    model = open_model(DEMO, mode, 0.5, lookahead=False, debug=True)
+    assert equal(decode_logits(model, 20), decode_logits(resident(DEMO), 20))
+    bets = stats(model).bets
+    assert bets.used > bets.issued / 2 > 0
+
+
+@pytest.mark.parametrize("mode", OPTIMISTIC)
+def test_batches(mode, tiny):
+    folder = tiny("qwen3_moe")
+    model = open_model(folder, mode, debug=True)
+    assert equal(decode_logits(model, batch=3), decode_logits(resident(folder), batch=3))
+    assert stats(model).failed_passes
+
+
+@pytest.mark.parametrize("mode", ["auto", *OPTIMISTIC])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_kv_size": 16}, {"kv_bits": 8, "kv_group_size": 32}], ids=str
+)
+def test_generation_gives_mlx_lms_tokens(mode, options):
+    prompt, model = mx.array(TOKENS[:24]), open_model(DEMO, mode, 0.6, debug=True)
+    got = [t for t, _ in generate_step(prompt, model, max_tokens=70, **options)]
+    reference = mlx_generate_step(prompt, resident(DEMO), max_tokens=70, **options)
+    assert got == [int(t) for t, _ in reference]
+    assert sum(stats(model).decoded.values()) == 69
+
+
+def test_without_taking_the_cache_back_results_would_differ(tiny, monkeypatch):
+    """The negative control: it is the rollback that makes a second pass right."""
+    folder = tiny("qwen3_moe")
+    expected = list(decode_logits(resident(folder)))
+    model = open_model(folder, "token")
+    model._streaming.decoding.optimistic.ready(model)
+    monkeypatch.setattr(optimistic, "restore", lambda cache, state: None)
+    assert not equal(decode_logits(model), expected)
+
+
+@pytest.mark.parametrize("mode", OPTIMISTIC)
+def test_a_table_that_changes_under_a_pass_is_a_miss(mode, tiny):
+    """Slots that were rewritten between the look-up and the check are never trusted."""
+    folder = tiny("qwen3_moe")
+    model = open_model(folder, mode, 0.8, debug=True)
+    experts = model._streaming.cache
+    look_up = experts.lookup
+
+    def look_up_and_evict(layer):
+        found = look_up(layer)
+        bank = experts._bank_of[layer]
+        if len(bank.free) < 4:
+            experts._evict(bank, ())
+        return found
+
+    experts.lookup = look_up_and_evict
+    assert equal(decode_logits(model), decode_logits(resident(folder)))
+
+
+@pytest.mark.parametrize("mode", OPTIMISTIC)
+def test_a_failed_read_leaves_the_prompt_cache_as_it_was(mode, tiny, monkeypatch):
+    folder = tiny("qwen3_moe")
+    reference, model = resident(folder), open_model(folder, mode, 0.4, debug=True)
+    a, b = make_prompt_cache(reference), make_prompt_cache(model)
+    reference(mx.array([TOKENS[:5]]), cache=a)
+    model(mx.array([TOKENS[:5]]), cache=b)
+    step(model, TOKENS[5], b)
+    step(reference, TOKENS[5], a)
+    reader, failures = model._streaming.cache.reader, 0
+    read_one = reader._read_one
+
+    def fail(read):
+        raise OSError(errno.EIO, "broken")
+
+    for t in TOKENS[6:20]:
+        reader._read_one = reader._streamer.read_one = fail
+        offset = b[0].offset
+        try:
+            got = step(model, t, b)
+        except OSError:
+            failures += 1
+            assert b[0].offset == offset
+            assert model._streaming.cache.defer is None
+            reader._read_one = reader._streamer.read_one = read_one
+            got = step(model, t, b)
+        assert same_bits(got, step(reference, t, a))
+    assert failures
+
+
+def test_other_threads_and_the_plain_call_go_the_exact_way(tiny):
+    folder = tiny("qwen3_moe")
+    model = open_model(folder, "token", debug=True)
+    list(decode_logits(model, 2))
+    cache, other = make_prompt_cache(model), make_prompt_cache(resident(folder))
+    reference = resident(folder)
+    x = mx.array([TOKENS[:7]])
+    assert same_bits(model(x, cache=cache), reference(x, cache=other))
+    x = mx.array([[3]])
+    assert same_bits(model(x, cache=cache), reference(x, cache=other))
+
+
+def test_a_trace_and_the_panel_see_true_routing(tiny):
+    folder = tiny("qwen3_moe")
+    seen = {}
+    for mode in ("exact", "token"):
+        model = open_model(folder, mode)
+        seen[mode] = []
+        model._streaming.cache.trace = lambda layer, ids, to=seen[mode]: to.append(
+            (layer, ids.tolist())
+        )
+        list(decode_logits(model))
+    assert seen["exact"] == seen["token"]
+    assert stats(model).decoded["token"] == 0
+    model = open_model(folder, "token")
+    with smoe_mlx.instrument(model) as panel:
+        list(generate_step(mx.array(TOKENS[:5]), model, max_tokens=6))
+    assert len(panel.tokens) == 5
+
+
+def test_a_model_that_resists_is_decoded_the_exact_way(tiny, monkeypatch):
+    folder = tiny("qwen3_moe")
+    model = open_model(folder, "token", debug=True)
+    real = optimistic.alias
+
+    # A layer's remembered result that a later write can change, as `h += x` would.
+    def wrong(value):
+        return value + 1 if isinstance(value, mx.array) else real(value)
+
+    monkeypatch.setattr(optimistic, "alias", wrong)
+    assert equal(decode_logits(model), decode_logits(resident(folder)))
+    s = stats(model)
+    assert s.decode_fallback == "a resumed pass differs from a whole one"
+    assert s.decoded["exact"] == 10
+    assert "only exact" in str(s)
+
+
+def test_lossy_decode_is_never_silent_and_is_exact_with_all_in_memory(tiny):
+    folder = tiny("qwen3_moe")
+    expected = list(decode_logits(resident(folder)))
+    model = open_model(folder, "lossy", 0.4, debug=True)
+    assert not equal(decode_logits(model), expected)
+    s = stats(model)
+    assert s.dropped > 0
+    assert f"LOSSY             {s.dropped:,} experts left out" in str(s)
+    # What a first time through left out is there the second time, where room is.
+    layers = model._streaming.cache.layouts
+    model = open_model(folder, "lossy", sum(x.num_experts for x in layers) - 1, debug=True)
+    for _ in range(4):
+        first = list(decode_logits(model))
+    before = stats(model).dropped
+    assert equal(decode_logits(model), expected)
+    assert equal(first, expected)
+    assert stats(model).dropped == before
+
+
+def test_decode_must_be_a_mode():
+    with pytest.raises(ValueError, match="decode='fast': one of auto, exact, lag1, token, lossy"):
+        StreamingConfig(decode="fast")
+
+
+# ---- rollback ------------------------------------------------------------------------------------
+
+
+def rows(n, seed):
+    draw = np.random.default_rng(seed)
+    return tuple(mx.array(draw.normal(size=(2, 2, n, 64)).astype(np.float32)) for _ in range(2))
+
+
+def kv(make):
+    return make, lambda c, n, seed: c.update_and_fetch(*rows(n, seed))
+
+
+def arrays_write(c, n, seed):
+    k, v = rows(n, seed)
+    state = c[0] if c[0] is not None else mx.zeros((2, 2, 64))
+    c[0] = state * 0.5 + k.sum(axis=2)
+    if c[1] is None:
+        c[1] = v[:, :, :1]
+    c[1] += 1.0
+    return c[0], c[1]
+
+
+def list_write(c, n, seed):
+    return c[0].update_and_fetch(*rows(n, seed)), c[1].update_and_fetch(*rows(n, seed + 1))
+
+
+CACHES = {
+    "kv": kv(caches.KVCache),
+    "quantised": kv(lambda: caches.QuantizedKVCache(group_size=64, bits=8)),
+    "rotating": kv(lambda: caches.RotatingKVCache(max_size=12)),
+    "rotating, keep 4": kv(lambda: caches.RotatingKVCache(max_size=12, keep=4)),
+    "chunked": kv(lambda: caches.ChunkedKVCache(16)),
+    "batch": kv(lambda: caches.BatchKVCache([0, 1])),
+    "batch rotating": kv(lambda: caches.BatchRotatingKVCache(12, [0, 1])),
+    "arrays": (lambda: caches.ArraysCache(size=2), arrays_write),
+    "list": (
+        lambda: caches.CacheList(caches.KVCache(), caches.RotatingKVCache(max_size=12)),
+        list_write,
+    ),
+    "concatenate": kv(caches.ConcatenateKVCache),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("prompt", [1, 5, 11, 12, 30, 255, 256])
+def test_a_step_taken_back_leaves_no_trace(kind, prompt):
+    make, write = CACHES[kind]
+    c, straight = make(), make()
+    for cache in (c, straight):
+        mx.eval(write(cache, prompt, 0))
+    for i in range(1, 20):
+        state = rollback.remember(c)
+        for wrong in range(2):
+            mx.eval(write(c, 1, 1000 * i + wrong))
+            rollback.restore(c, state)
+        got, expected = write(c, 1, i), write(straight, 1, i)
+        flat_got, flat_expected = tree_flatten(got), tree_flatten(expected)
+        assert all(same_bits(a, b) for (_, a), (_, b) in zip(flat_got, flat_expected, strict=True))
+
+
+def test_taking_back_copies_no_buffer():
+    c = caches.KVCache()
+    mx.eval(c.update_and_fetch(*rows(200, 0)))
+    address = np.frombuffer(memoryview(c.keys), np.uint8).ctypes.data
+    for i in range(8):
+        state = rollback.remember(c)
+        mx.eval(c.update_and_fetch(*rows(1, i)))
+        rollback.restore(c, state)
+        mx.eval(c.update_and_fetch(*rows(1, i)))
+        assert np.frombuffer(memoryview(c.keys), np.uint8).ctypes.data == address
+
+
+# ---- the choice ----------------------------------------------------------------------------------
+
+
+def run(chooser, tokens, ms, missed):
+    """Feed a chooser; returns the mode of each token."""
+    modes = []
+    for _ in range(tokens):
+        modes.append(chooser.mode)
+        chooser.took(ms[chooser.mode], missed)
+    return modes
+
+
+def test_the_fastest_mode_is_taken_after_all_were_tried():
+    chooser = Chooser(layers=48)
+    modes = run(chooser, 100, {"exact": 3.0, "lag1": 2.0, "token": 2.5}, missed=0)
+    assert modes[:32] == ["exact"] * 32
+    assert modes[32:56] == ["exact"] * 8 + ["lag1"] * 8 + ["token"] * 8
+    assert modes[56:] == ["lag1"] * 44
+
+
+def test_modes_that_the_miss_rate_rules_out_are_not_tried():
+    ms = {"exact": 3.0, "lag1": 2.0, "token": 1.0}
+    assert set(run(Chooser(48), 200, ms, missed=30)) == {"exact"}
+    assert set(run(Chooser(48), 200, ms, missed=4)) == {"exact", "lag1"}
+
+
+def test_more_misses_lead_back_to_the_exact_way():
+    chooser = Chooser(48)
+    ms = {"exact": 3.0, "lag1": 2.0, "token": 1.0}
+    assert run(chooser, 100, ms, missed=0)[-1] == "token"
+    assert run(chooser, 100, ms, missed=40)[-1] == "exact"
+
+
+def test_modes_are_tried_again_after_a_while():
+    chooser = Chooser(48)
+    assert run(chooser, 100, {"exact": 1.0, "lag1": 2.0, "token": 2.0}, missed=0)[-1] == "exact"
+    assert (
+        run(chooser, decode.RETRY + 100, {"exact": 3.0, "lag1": 2.0, "token": 2.5}, 0)[-1] == "lag1"
+    )
