@@ -11,10 +11,12 @@ against mlx-lm over the same few tokens: the median of all such pairs, and the m
 On a machine that others use, `--lockstep` starts all arms at once and lets them take turns every
 few tokens, so that what disturbs one disturbs all. It needs the memory of all arms together.
 
-An arm is a share of the experts in slots, and with `--ways` each way of reading ahead with it:
-`none`, `hits` (first), `look` (ahead), `both`, and `spec` (both, and two ranks as bets on the next
-token). The bound is what a token could take at best: the larger of mlx-lm's time and the bytes that
-were read over the bandwidth at which this arm reads random experts into its slots afterwards.
+An arm is a share of the experts in slots, and with `--ways` each way of decoding with it: `none`,
+`hits` (first), `look` (ahead), `both`, and `spec` (both, and two ranks as bets on the next token),
+which all look at the routing layer by layer; `lag1` and `token`, which look later; and `auto`, the
+default, which chooses among these. The bound is what a token could take at best: the larger of
+mlx-lm's time and the bytes that were read over the bandwidth at which this arm reads random experts
+into its slots afterwards.
 `--cold` drops the files from the page cache before every turn (Linux).
 
 A forward ends when its token is there. Arms that hold all experts build the next forward while
@@ -35,11 +37,14 @@ from pathlib import Path
 
 RESIDENT = "mlx-lm"
 WAYS = {
-    "none": {"hits_first": False, "lookahead": False},
-    "hits": {"hits_first": True, "lookahead": False},
-    "look": {"hits_first": False, "lookahead": True},
-    "both": {"hits_first": True, "lookahead": True},
-    "spec": {"hits_first": True, "lookahead": True, "spec": 2},
+    "none": {"hits_first": False, "lookahead": False, "decode": "exact"},
+    "hits": {"hits_first": True, "lookahead": False, "decode": "exact"},
+    "look": {"hits_first": False, "lookahead": True, "decode": "exact"},
+    "both": {"hits_first": True, "lookahead": True, "decode": "exact"},
+    "spec": {"hits_first": True, "lookahead": True, "spec": 2, "decode": "exact"},
+    "lag1": {"decode": "lag1"},
+    "token": {"decode": "token"},
+    "auto": {},
 }
 SHARES = [1.0, 0.75, 0.5, 0.25, 0.125]
 TEXT = """\
@@ -144,9 +149,14 @@ def run_arm(args: argparse.Namespace) -> None:
     ahead = holds_all and not args.no_lookahead
     logits = None
 
+    def forward(tokens: mx.array) -> mx.array:
+        if holds_all:
+            return model(tokens, cache=cache)
+        return model._streaming.decoding.step(model, tokens, cache)
+
     def step(token: int) -> mx.array:
         nonlocal logits
-        logits = model(mx.array([[token]]), cache=cache)[0, -1]
+        logits = forward(mx.array([[token]]))[0, -1]
         best = mx.argmax(logits)
         mx.async_eval(best, logits)
         return best
@@ -159,6 +169,8 @@ def run_arm(args: argparse.Namespace) -> None:
             best = step(token)
             if not ahead:
                 out.append(best.item())
+                if not holds_all:
+                    model._streaming.decoding.done()
             elif last is not None:
                 out.append(last.item())
             last = best

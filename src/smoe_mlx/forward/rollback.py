@@ -56,7 +56,7 @@ def remember(cache: Any) -> State:
         return [remember(c) for c in cache.caches]
     state = vars(cache)
     counters = COUNTERS.get(type(cache))
-    if counters is not None and state.get("keys") is not None:
+    if counters is not None:  # an empty cache, too: its first buffer may stay
         return {k: alias(state[k]) for k in counters if k in state}
     kept = ("keys", "values") if isinstance(cache, ROTATING) else ()
     return {k: v if k in kept else alias(v) for k, v in state.items()}
@@ -69,8 +69,7 @@ def restore(cache: Any, state: State) -> None:
             restore(c, s)
         return
     attributes = vars(cache)
-    counters = COUNTERS.get(type(cache))
-    if counters is None or state.keys() - set(counters):
+    if type(cache) not in COUNTERS:
         for name in attributes.keys() - state.keys():
             del attributes[name]
     kept = ("keys", "values") if isinstance(cache, ROTATING) else ()
