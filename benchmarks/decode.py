@@ -100,7 +100,9 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true", help="drop files from the page cache")
     parser.add_argument("--io", default=None, help="StreamingConfig.io")
     parser.add_argument("--no-lookahead", action="store_true")
+    parser.add_argument("--trace", type=Path, help="route as this trace (smoe-mlx trace) says")
     parser.add_argument("--json", type=Path, help="write all measurements to this file")
+    parser.add_argument("--plot", type=Path, help="write a plot (PNG, SVG or PDF)")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.tokens % args.turn:
@@ -138,6 +140,9 @@ def run_arm(args: argparse.Namespace) -> None:
         plan = smoe_mlx.stats(model).plan
         if abs(plan.slots - share * plan.num_experts) > len(plan.banks):
             sys.exit(f"asked for {share:.0%} of {plan.num_experts} experts, got {plan.slots}")
+    progress = {"tokens": 0}
+    if args.trace:
+        route_by_trace(model, args.trace, progress)
     load_seconds = time.perf_counter() - start
     text = args.prompt_file.read_text() if args.prompt_file else TEXT
     tokens = tokenizer.encode(text)
@@ -156,6 +161,7 @@ def run_arm(args: argparse.Namespace) -> None:
 
     def step(token: int) -> mx.array:
         nonlocal logits
+        progress["tokens"] += 1
         logits = forward(mx.array([[token]]))[0, -1]
         best = mx.argmax(logits)
         mx.async_eval(best, logits)
@@ -225,6 +231,56 @@ def run_arm(args: argparse.Namespace) -> None:
         "seconds": seconds,
     }
     print(json.dumps(result))
+
+
+def route_by_trace(model: object, path: Path, progress: dict[str, int]) -> None:
+    """Let every switch module of a model, mlx-lm's or streamed, compute what a trace says.
+
+    A model with random weights routes like no trained one. The router still runs, gives the
+    weights, and is waited for; only its choice is replaced. The trace's decoded tokens are used,
+    again from the start when they run out; a layer that it lacks takes one that it has, from
+    another place in the text. Where the model has m times as many experts, each expert of the trace
+    stands for m, of which a draw takes one for 64 tokens.
+    """
+    import mlx.core as mx
+    import numpy as np
+    from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+
+    from smoe_mlx.layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
+    from smoe_mlx.trace import load_trace
+
+    trace = load_trace(path)
+    tokens = [[] for _ in range(trace.num_layers)]
+    for layer, ids in list(trace)[trace.prompt_calls :]:
+        tokens[layer].extend(ids)
+    kinds = (SwitchGLU, SwitchMLP, StreamingSwitchGLU, StreamingSwitchMLP)
+    found = [(n, m) for n, m in model.named_modules() if isinstance(m, kinds)]
+    found.sort(key=lambda x: [int(p) if p.isdigit() else -1 for p in x[0].split(".")])
+    for number, (_, switch) in enumerate(found):
+        layer, shift = number % trace.num_layers, 997 * (number // trace.num_layers)
+        streamed = isinstance(switch, (StreamingSwitchGLU, StreamingSwitchMLP))
+        experts = switch._num_experts if streamed else next(iter(switch.children().values()))
+        experts = experts if streamed else experts.num_experts
+        ratio, rest = divmod(experts, trace.num_experts[layer])
+        if rest or not ratio:
+            sys.exit(f"{path}: {trace.num_experts[layer]} experts cannot stand for {experts}")
+        draw = np.random.default_rng(number).integers(ratio, size=(997, trace.num_experts[layer]))
+
+        kind = type(switch)
+        call = kind.__call__
+
+        def routed(indices, at, layer=layer, shift=shift, ratio=ratio, draw=draw):
+            ids = np.array(tokens[layer][(at + shift) % len(tokens[layer])])
+            if indices.size != ids.size:
+                return indices  # a prompt, or another top-k
+            ids = ids * ratio + draw[at // 64 % len(draw), ids]
+            # Not known before the router's own choice is.
+            return mx.array(ids.astype(np.int32)).reshape(indices.shape) + (indices & 0)
+
+        def through(switch, x, indices, call=call, routed=routed):
+            return call(switch, x, routed(indices, progress["tokens"]))
+
+        switch.__class__ = type("Routed", (kind,), {"__call__": through})
 
 
 def counters(model: object) -> dict[str, float]:
@@ -347,12 +403,40 @@ def compare(args: argparse.Namespace) -> None:
                 runs[name].append(arm.result())
     print()
     print(table(names, runs, args.turn))
+    if args.plot:
+        plot(names, runs, args.plot)
     if args.json:
         args.json.write_text(json.dumps({"options": vars(args), "runs": runs}, default=str))
     hashes = {r["hash"] for name in names for r in runs[name]}
     if len(hashes) > 1:
         sys.exit("\nthe arms did NOT compute the same: " + ", ".join(sorted(hashes)))
     print(f"\nall arms computed the same bits ({hashes.pop()})")
+
+
+def plot(names: list[str], runs: dict[str, list[dict]], path: Path) -> None:
+    """Median milliseconds a token of each arm, and the bound of each where it is known."""
+    from smoe_mlx.plot import new_figure
+
+    grey = "#808080"
+    figure = new_figure(10, 0.8 + 0.32 * len(names))
+    axes = figure.add_subplot()
+    times = {n: statistics.median(r["ms_per_token"] for r in runs[n]) for n in names}
+    axes.barh(names, list(times.values()), color="#4477aa", label="measured")
+    for i, name in enumerate(names):
+        rate = statistics.median(r["bandwidth"] or 0 for r in runs[name])
+        nbytes = statistics.median(r["bytes_per_token"] for r in runs[name])
+        bound = max(times[RESIDENT], 1e3 * nbytes / rate) if rate else times[RESIDENT]
+        axes.plot(
+            [bound] * 2, [i - 0.4, i + 0.4], color="#cc3311", label="bound" if not i else None
+        )
+    axes.invert_yaxis()
+    axes.set_xlabel("time a token (ms)", color=grey)
+    axes.set_ylabel("share of experts in slots: way of decoding", color=grey)
+    axes.tick_params(colors=grey)
+    axes.grid(axis="x", color=grey, alpha=0.3)
+    for text in axes.legend(framealpha=0).get_texts():
+        text.set_color(grey)
+    figure.savefig(path, dpi=150, transparent=True)
 
 
 def by_turns(run: dict, turn: int) -> list[float]:
