@@ -431,7 +431,7 @@ def plot(names: list[str], runs: dict[str, list[dict]], path: Path) -> None:
         )
     axes.invert_yaxis()
     axes.set_xlabel("time a token (ms)", color=grey)
-    axes.set_ylabel("share of experts in slots: way of decoding", color=grey)
+    axes.set_ylabel("slots: way", color=grey)
     axes.tick_params(colors=grey)
     axes.grid(axis="x", color=grey, alpha=0.3)
     for text in axes.legend(framealpha=0).get_texts():
