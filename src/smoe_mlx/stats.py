@@ -26,6 +26,7 @@ class Streaming:
 
     cache: SharedExpertCache
     plan: MemoryPlan
+    hot_per_layer: int = 0
     prefill: PrefillStats = field(default_factory=PrefillStats)
 
 
@@ -45,6 +46,7 @@ class Stats:
             through the model layer by layer.
         prefill_fallback: why prompts go chunk by chunk instead, or "".
         peak_memory: most bytes that MLX held, of all it did in this process.
+        prewarmed: experts that were read in idle time, because earlier runs used them most.
         bets: experts that were read ahead, before their layer asked for them.
         layers: the counters of each MoE layer.
     """
@@ -63,6 +65,7 @@ class Stats:
     prefill_fallback: str
     peak_memory: int
     plan: MemoryPlan
+    prewarmed: int
     bets: BetStats
     layers: tuple[LayerStats, ...]
 
@@ -91,6 +94,7 @@ class Stats:
             f"read ahead        {self.bets.issued:,}: {self.bets.used:,} in time, "
             f"{self.bets.late:,} late, {self.bets.wasted:,} for nothing, "
             f"{self.bets.cancelled:,} not begun",
+            f"read when idle    {self.prewarmed:,} experts",
             f"layer calls       {self.calls:,} by routing ({self.waves:,} waves), "
             f"{self.resident_calls:,} without",
             f"prompts           {self.prefill_passes:,} passes layer by layer"
@@ -137,6 +141,7 @@ def stats(model: nn.Module) -> Stats:
         prefill_fallback=streaming.prefill.fallback,
         peak_memory=mx.get_peak_memory(),
         plan=streaming.plan,
+        prewarmed=cache.stats.prewarmed,
         bets=BetStats(**asdict(cache.stats.bets)),
         layers=layers,
     )
