@@ -3,14 +3,13 @@
     python benchmarks/hot.py
     python benchmarks/hot.py --model MODEL --learn a.txt --text b.txt --shares 0.25 0.5
 
-The usage of experts is learnt from one text (`--learn`), which the model is fed token by token, and
-tried on another (`--text`): a prompt, then decoding, fed as well, so that all arms route alike. The
-default texts are two modules of Python's standard library and, as what was not learnt, this
-project's documentation.
+The usage of experts is learnt from texts (`--learn`), which the model is fed token by token, and
+tried on others (`--text`): a prompt, then decoding, fed as well, so that all arms route alike. The
+default texts are modules of Python's standard library and pages of this project's documentation.
 
-Arms: `cold`; `warm`, where `prewarm` has filled the slots before the prompt comes; `warm-lfu`, and
-`cold-lfu` to compare it with; and `pins N`, where the N most used experts of each layer are pinned
-(and the others prewarmed). All must compute the same bits. The figures are experts that were read
+Arms: `cold`; `any`, where `prewarm` has filled the slots before the prompt comes, knowing nothing;
+`warm`, where it knew the usage file; and `pins N`, where the N most used experts of each layer are
+pinned as well. All must compute the same bits. The figures are experts that were read
 for the prompt and while decoding, what was prewarmed aside, and how much less than `cold` that is.
 Nothing is read ahead here (`threads=0`), so that counts depend on the routing alone, not on the
 machine.
@@ -44,8 +43,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="demo", help="folder, or demo (the bundled model)")
-    parser.add_argument("--learn", type=Path, default=STDLIB / "argparse.py")
-    parser.add_argument("--learn-tokens", type=int, default=1500)
+    parser.add_argument(
+        "--learn", type=Path, nargs="+", default=[STDLIB / "argparse.py", ROOT / "docs/prefill.md"]
+    )
+    parser.add_argument("--learn-tokens", type=int, default=1500, help="of each text")
     parser.add_argument(
         "--text", type=Path, nargs="+", default=[STDLIB / "tarfile.py", ROOT / "docs/vaults.md"]
     )
@@ -77,10 +78,10 @@ def learn(args: argparse.Namespace, usage: Path) -> None:
     config = smoe_mlx.StreamingConfig(slots=0.5, usage=usage)
     model, tokenizer = smoe_mlx.load(args.model, config=config)[:2]
     streaming = streaming_of(model)
-    for _ in force(
-        model, tokens_of(tokenizer, args.learn, args.learn_tokens), streaming.plan.context
-    ):
-        pass
+    for text in args.learn:
+        tokens = tokens_of(tokenizer, text, args.learn_tokens)
+        for _ in force(model, tokens, streaming.plan.context):
+            pass
     assert streaming.cache.usage is not None
     streaming.cache.usage.save()
 
@@ -90,17 +91,12 @@ def compare(args: argparse.Namespace, usage: Path, text: Path, prompt: int) -> l
     print(f"{'share':>6} {'arm':<9} {'prompt':>7} {'decode':>7} {'less':>7} {'prewarmed':>10}")
     results = []
     for share in args.shares:
-        arms = {
-            "cold": {},
-            "warm": {},
-            "cold-lfu": {"policy": "lfu"},
-            "warm-lfu": {"policy": "lfu"},
-        }
-        arms |= {f"pins {n}": {"hot_per_layer": n} for n in args.pins}
+        arms: dict[str, dict[str, Any]] = {"cold": {}, "any": {}, "warm": {"usage": usage}}
+        arms |= {f"pins {n}": {"usage": usage, "hot_per_layer": n} for n in args.pins}
         cold: dict[str, Any] = {}
         for arm, options in arms.items():
             try:
-                r = run(args, usage, text, prompt, share, arm.startswith("cold"), options)
+                r = run(args, text, prompt, arm != "cold", {"slots": share, **options})
             except smoe_mlx.BudgetError:
                 print(f"{share:>6} {arm:<9} no room")
                 continue
@@ -118,21 +114,15 @@ def compare(args: argparse.Namespace, usage: Path, text: Path, prompt: int) -> l
 
 
 def run(
-    args: argparse.Namespace,
-    usage: Path,
-    text: Path,
-    prompt: int,
-    share: float,
-    cold: bool,
-    options: dict[str, Any],
+    args: argparse.Namespace, text: Path, prompt: int, prewarm: bool, options: dict[str, Any]
 ) -> dict[str, Any]:
-    options = {"slots": share, "usage": None if cold else usage, "threads": 0, **options}
-    config = smoe_mlx.StreamingConfig(**options)
+    config = smoe_mlx.StreamingConfig(threads=0, **options)
     model, tokenizer = smoe_mlx.load(args.model, config=config)[:2]
     cache = streaming_of(model).cache
     if cache.usage is not None:
         cache.usage.path = None  # every arm starts from the same
-    smoe_mlx.prewarm(model)
+    if prewarm:
+        smoe_mlx.prewarm(model)
     tokens = tokens_of(tokenizer, text, prompt + args.tokens)
     kv = make_prompt_cache(model)
     digest = hashlib.sha256()

@@ -74,16 +74,22 @@ def test_decoding_is_counted_and_nothing_else_is(model):
     cache = model.cache()
     usage = cache.usage = Usage(model.layouts)
     claim(cache, 0, [3])
-    assert usage.ranked() == []
+    assert not used_in(usage)
     with cache.lock:
         for ids in ([1, 2, 1], [2, 4], [2, 4]):  # misses, then hits
             assert cache.claim_few(0, ids) is not None
             cache.finish_few()
-    assert usage.ranked() == [(0, 2), (0, 4), (0, 1)]
+    assert used_in(usage) == [(0, 2), (0, 4), (0, 1)]
     assert usage.weight((0, 2)) == pytest.approx(3, rel=1e-2)
 
 
 # ---- the file ------------------------------------------------------------------------------------
+
+
+def used_in(usage: Usage) -> list[tuple[int, int]]:
+    ranked = usage.ranked()
+    assert len(ranked) == len(set(ranked)) == sum(COUNTS)
+    return [key for key in ranked if usage.weight(key) > 0]
 
 
 def used(model, path) -> Usage:
@@ -101,7 +107,7 @@ def test_what_is_saved_is_loaded(model, tmp_path, no_warnings):
     usage.save()
     again = Usage(model.layouts, path)
     again.load()
-    assert again.ranked() == usage.ranked() == KEYS
+    assert used_in(again) == used_in(usage) == KEYS
     for key in KEYS:
         assert again.weight(key) == pytest.approx(usage.weight(key), rel=1e-3)
     written = path.stat().st_mtime_ns, path.stat().st_ino
@@ -177,7 +183,7 @@ def test_a_damaged_or_foreign_file_is_ignored_and_left_alone(model, tmp_path, ki
     usage = Usage(model.layouts, path)
     with pytest.warns(UserWarning, match=r"usage\.json: no usage file of this model"):
         usage.load()
-    assert usage.ranked() == []
+    assert not used_in(usage)
     usage.saw([(0, 0)])
     usage.save()
     assert path.read_bytes() == data
@@ -357,7 +363,9 @@ def test_warm_and_pinned_models_compute_the_same_bits(arch, hot, tiny, tmp_path)
         for thread in threading.enumerate():
             if thread.name == "smoe-prewarm":
                 thread.join(10)
-        assert (cache.stats.prewarmed > 0) == (start == "warm")
+        assert any(cache.usage._weights.values()) == (start == "warm")
+        there = {(i, e) for i in range(len(cache.layouts)) for e in in_memory(cache, i)}
+        assert there == set(cache.usage.ranked()[: cache.slots])
         for prompt, (tokens, logprobs) in zip(prompts, expected, strict=True):
             got = generated(smoe_generate_step, model, prompt)
             assert got[0] == tokens
@@ -391,9 +399,9 @@ def test_pins_leave_room_for_a_token(tiny, tmp_path):
     model = load_model(folder, config=config)[0]
     prompt = random_tokens(9)
     expected = generated(generate_step, resident(folder), prompt)
-    for _ in range(2):  # the second time with pins
+    for pins in (0, 2 * layers):  # the first time, nothing is known
         assert generated(smoe_generate_step, model, prompt)[0] == expected[0]
-    assert sum(len(b.pinned) for b in streaming_of(model).cache._banks) == 2 * layers
+        assert sum(len(b.pinned) for b in streaming_of(model).cache._banks) == pins
     with pytest.raises(BudgetError, match=r"hot_per_layer=3 .* at most 2"):
         load_model(folder, config=smoe_mlx.StreamingConfig(hot_per_layer=3, **options))
     for value in (-1, 0.5):
@@ -413,8 +421,25 @@ def test_a_model_loads_with_a_damaged_usage_file_and_remembers_nothing_unasked(t
     before = sorted(os.listdir(folder))
     model = load_model(folder, config=smoe_mlx.StreamingConfig(slots=0.5))[0]
     generated(smoe_generate_step, model, random_tokens(3))
-    assert smoe_mlx.prewarm(model) == 0
     assert sorted(os.listdir(folder)) == before
+    assert streaming_of(model).cache.usage is None
+
+
+@pytest.mark.parametrize(("slots", "some"), [(0.9, True), (0.2, False), (1.0, False)])
+def test_idle_time_is_used_where_it_pays_also_without_a_usage_file(tiny, slots, some):
+    folder, prompt = tiny("qwen3_moe", "affine"), random_tokens(5)
+    model = load_model(folder, config=smoe_mlx.StreamingConfig(slots=slots, debug=True))[0]
+    plan = smoe_mlx.stats(model).plan
+    assert some == (2 * plan.expert_reads <= plan.slots < plan.num_experts)
+    assert smoe_mlx.prewarm(model) == (plan.slots if some else 0)
+    cache = streaming_of(model).cache
+    if some:  # some of each layer
+        loaded = [int((cache.table(i) >= 0).sum()) for i in range(len(cache.layouts))]
+        assert max(loaded) - min(loaded) <= 1
+    expected = generated(generate_step, resident(folder), prompt)
+    got = generated(smoe_generate_step, model, prompt)
+    assert got[0] == expected[0]
+    assert all(map(same_bits, got[1], expected[1]))
 
 
 def test_usage_counts_what_the_router_chose(tiny, tmp_path):

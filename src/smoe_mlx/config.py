@@ -53,8 +53,8 @@ class StreamingConfig:
         threads: reads that may be under way beside the calling thread's own.
         io: how experts are read: "pread", "direct" (past the page cache) or "mmap".
         policy: which expert makes room for another: "lru" or "lfu" (docs/policies.md).
-        usage: a file that remembers which experts decoding used most: read at load, when the most
-            used are read in idle time until the first request, and written after each generation.
+        usage: a file that remembers which experts decoding used most, written after each
+            generation. At load, slots are filled in idle time, with these first, until a request.
             "auto": smoe-usage.json in the model's folder or, if that cannot be written to, in the
             user's cache folder. None: nothing is remembered (docs/hot-experts.md).
         hot_per_layer: the most used experts of each layer that are never evicted. They are chosen

@@ -1,4 +1,4 @@
-"""Hot experts: what earlier runs used most is read in idle time, and pinned if asked for."""
+"""Hot experts: idle time is for reading, what earlier runs used most first; pins if asked for."""
 
 import atexit
 import contextlib
@@ -12,6 +12,7 @@ from pathlib import Path
 import mlx.nn as nn
 
 from .cache.policy import Key
+from .cache.usage import Usage
 from .errors import SmoeError
 from .hub import DEMO, find_model
 from .stats import Streaming, streaming_of
@@ -20,12 +21,13 @@ USAGE_FILE = "smoe-usage.json"
 
 
 def prewarm(model: nn.Module) -> int:
-    """Read the experts that were used most into free slots; returns how many were read.
+    """Read experts into free slots, the most used first; returns how many were read.
 
     For idle time: call it from any thread while nothing is generated. It ends when no slot is free
     or the model is called, which waits for the end of one expert's read at most. It changes what
-    is read later, never what is computed. It does nothing without `usage` (see `StreamingConfig`),
-    nor where it does not pay: with slots for less than two tokens' experts, or for all.
+    is read later, never what is computed. Which were used most, `usage` knows (`StreamingConfig`);
+    without it, any are read. Where that does not pay, with slots for less than two tokens' experts
+    or for all, it does nothing.
 
     Raises:
         UnsupportedModelError: the model was not loaded by `smoe_mlx.load`.
@@ -36,16 +38,18 @@ def prewarm(model: nn.Module) -> int:
 
 
 def _worth_reading(streaming: Streaming) -> list[Key]:
-    usage, plan = streaming.cache.usage, streaming.plan
-    return [] if usage is None or plan.slots < 2 * plan.expert_reads else usage.ranked()
+    cache, plan = streaming.cache, streaming.plan
+    if cache.holds_all or plan.slots < 2 * plan.expert_reads:
+        return []
+    return (cache.usage or Usage(cache.layouts)).ranked()
 
 
 def prewarm_soon(streaming: Streaming) -> None:
     """Prewarm on a thread of its own, until the model is called for the first time."""
     cache, keys = streaming.cache, _worth_reading(streaming)
-    if cache.holds_all or not keys:
+    if not keys:
         return
-    for layer in {layer for layer, _ in keys}:
+    for layer in range(len(cache.layouts)):
         cache.arrays(layer)  # allocated here: the default device is each thread's own
     exiting = threading.Event()
 
@@ -70,7 +74,7 @@ def pin_hot(streaming: Streaming) -> None:
         return
     hot = []
     for layer, e in cache.usage.ranked():
-        if left[layer]:
+        if left[layer] and cache.usage.weight((layer, e)) > 0:
             left[layer] -= 1
             hot.append((layer, e))
     cache.pin_only(hot)

@@ -57,9 +57,8 @@ class Usage:
         return self._weights[key] / self._unit
 
     def ranked(self) -> list[Key]:
-        """All experts that were used, the most used first."""
-        used = [key for key, w in self._weights.items() if w > 0]
-        return sorted(used, key=self._weights.__getitem__, reverse=True)
+        """All experts, the most used first; of equals, some of each layer."""
+        return sorted(self._weights, key=lambda key: (-self._weights[key], key[1], key[0]))
 
     # ---- the file ----------------------------------------------------------------------------
 
