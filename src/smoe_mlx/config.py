@@ -58,7 +58,7 @@ class StreamingConfig:
             "auto": smoe-usage.json in the model's folder or, if that cannot be written to, in the
             user's cache folder. None: nothing is remembered (docs/hot-experts.md).
         hot_per_layer: the most used experts of each layer that are never evicted. They are chosen
-            anew before each prompt. 0, since it costs more than it saves where it was measured.
+            anew before each prompt. 0, since it loses more on some texts than it saves on others.
         check: compare each record of a vault with its checksum when it is first read.
         debug: check the cache's bookkeeping at every step (slow).
     """
