@@ -166,3 +166,19 @@ def test_a_closed_pipe_ends_quietly():
     out = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert out.stdout.startswith("backbone")
     assert out.stderr == ""
+
+
+def test_usage_is_remembered_where_it_was_asked_for(tmp_path):
+    path = tmp_path / "usage.json"
+    base = ["generate", "demo", "-m", "9", "-p", "def main(", "--slots", "0.5", "-q"]
+    cold = smoe(*base, "--usage", str(path))
+    assert path.exists()
+    warm = smoe(*base, "--usage", str(path), "--hot-per-layer", "2")
+    assert warm.stdout == cold.stdout
+    assert (cold.stderr, warm.stderr) == ("", "")
+    path.write_text("{}")
+    ignored = smoe(*base, "--usage", str(path))
+    assert ignored.stdout == cold.stdout
+    assert "no usage file of this model" in ignored.stderr
+    error = smoe(*base[:-1], "--hot-per-layer", "40", status=1).stderr
+    assert "hot_per_layer=40" in error

@@ -15,6 +15,7 @@ from .errors import (
     VaultError,
 )
 from .generate import generate, stream_generate
+from .hot import prewarm
 from .instrument import instrument
 from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
 from .load import load, plan
@@ -52,6 +53,7 @@ __all__ = [
     "instrument",
     "load",
     "plan",
+    "prewarm",
     "shatter",
     "stats",
     "stream_generate",

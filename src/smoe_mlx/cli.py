@@ -174,6 +174,15 @@ def _add_budget(parser: argparse.ArgumentParser, slots: float | None = None) -> 
         "--policy", default="lru", help=f"who makes room for another: {', '.join(POLICIES)}"
     )
     group.add_argument(
+        "--usage",
+        metavar="FILE",
+        help="remember here which experts are used most, and read them while the model is idle "
+        "('auto': beside the model)",
+    )
+    group.add_argument(
+        "--hot-per-layer", type=int, default=0, metavar="N", help="pin the N most used of a layer"
+    )
+    group.add_argument(
         "--check", action="store_true", help="compare each record of a vault with its checksum"
     )
     parser.set_defaults(default_slots=slots)
@@ -257,6 +266,8 @@ def _config(args: argparse.Namespace) -> StreamingConfig:
             threads=args.threads,
             io=args.io,
             policy=args.policy,
+            usage=args.usage,
+            hot_per_layer=args.hot_per_layer,
             check=args.check,
         )
     except ValueError as e:

@@ -1,5 +1,6 @@
 """StreamingConfig: every option of a streamed model in one place."""
 
+import os
 import re
 from dataclasses import dataclass
 
@@ -57,6 +58,12 @@ class StreamingConfig:
         threads: reads that may be under way beside the calling thread's own.
         io: how experts are read: "pread", "direct" (past the page cache) or "mmap".
         policy: which expert makes room for another: "lru" or "lfu" (docs/policies.md).
+        usage: a file that remembers which experts decoding used most, written after each
+            generation. At load, slots are filled in idle time, with these first, until a request.
+            "auto": smoe-usage.json in the model's folder or, if that cannot be written to, in the
+            user's cache folder. None: nothing is remembered (docs/hot-experts.md).
+        hot_per_layer: the most used experts of each layer that are never evicted. They are chosen
+            anew before each prompt. 0, since it loses more on some texts than it saves on others.
         check: compare each record of a vault with its checksum when it is first read.
         debug: check the cache's bookkeeping at every step (slow).
     """
@@ -72,6 +79,8 @@ class StreamingConfig:
     threads: int = 8
     io: str = "pread"
     policy: str = "lru"
+    usage: str | os.PathLike[str] | None = None
+    hot_per_layer: int = 0
     check: bool = False
     debug: bool = False
 
@@ -92,12 +101,15 @@ class StreamingConfig:
                 raise BudgetError(f"slots={self.slots}: at least 1")
         if self.io not in IO_MODES:
             raise ValueError(f"io={self.io!r}: one of {', '.join(IO_MODES)}")
+        if self.usage is not None and not isinstance(self.usage, (str, os.PathLike)):
+            raise ValueError(f"usage={self.usage!r}: the name of a file, or 'auto'")
         if self.policy not in POLICIES:
             raise ValueError(f"policy={self.policy!r}: one of {', '.join(POLICIES)}")
         if self.decode not in MODES:
             raise ValueError(f"decode={self.decode!r}: one of {', '.join(MODES)}")
         for name, least in (
-            ("context", 1), ("prefill_step", 1), ("threads", 0), ("spec", 0)
+            ("context", 1), ("prefill_step", 1), ("threads", 0), ("spec", 0),
+            ("hot_per_layer", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < least):

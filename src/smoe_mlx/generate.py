@@ -25,6 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .forward.prefill import prefill
+from .hot import pin_hot
 from .stats import streaming_of
 
 # Freed buffers are given back to the system this often (as mlx-lm does).
@@ -105,6 +106,7 @@ def generate_step(
         streaming.decoding.done()
         return sampled
 
+    pin_hot(streaming)
     try:
         with mx.stream(stream):
             total = len(prompt)
@@ -123,6 +125,8 @@ def generate_step(
                     token, logprobs = step(mx.array([token], prompt.dtype))
     finally:
         streaming.cache.settle()
+        if streaming.cache.usage is not None:
+            streaming.cache.usage.save()
 
 
 def stream_generate(

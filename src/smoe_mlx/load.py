@@ -13,9 +13,11 @@ from mlx_lm.utils import load_adapters, load_tokenizer
 
 from .cache.experts import SharedExpertCache
 from .cache.policy import POLICIES
+from .cache.usage import Usage
 from .config import StreamingConfig
 from .errors import CheckpointError, UnsupportedModelError, VaultError
 from .forward.decode import Decoding
+from .hot import find_usage_file, prewarm_soon
 from .hub import find_model
 from .layers.lookahead import look_up, make_predictor
 from .layers.mixed import MixedSwitch
@@ -103,6 +105,7 @@ def load_model(
             _check_adapter(Path(adapter_path), skeleton)
             model = load_adapters(model, adapter_path)
             model.eval()
+        _install_usage(folder, model._streaming, config)
         if not lazy:
             mx.eval(model)  # not only its parameters: some models keep lazy constants besides
     except BaseException:
@@ -111,6 +114,8 @@ def load_model(
         raise
     if vault is not None:
         checkpoint.close()
+    if config.usage is not None:
+        prewarm_soon(model._streaming)
     return model, skeleton.config
 
 
@@ -231,7 +236,8 @@ def _install(
             tell_true_routing(look_up(skeleton.model, switch.path.rpartition(".")[0]), module)
             modules.append((layer - 1, switch, module))
     _install_bets(skeleton, modules, config)
-    return Streaming(cache, plan, Decoding(skeleton.model, cache, config.decode))
+    decoding = Decoding(skeleton.model, cache, config.decode)
+    return Streaming(cache, plan, decoding, config.hot_per_layer)
 
 
 def _install_bets(
@@ -255,6 +261,15 @@ def _install_bets(
             if predict is not None:
                 bets.append((number, predict))
         module.bet(bets, config.hits_first)
+
+
+def _install_usage(folder: Path, streaming: Streaming, config: StreamingConfig) -> None:
+    if config.usage is None and not config.hot_per_layer:
+        return
+    usage = streaming.cache.usage = Usage(streaming.cache.layouts)
+    if config.usage is not None:
+        usage.path = find_usage_file(config.usage, folder)
+        usage.load()
 
 
 def _check_adapter(folder: Path, skeleton: Skeleton) -> None:

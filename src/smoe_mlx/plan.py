@@ -356,6 +356,9 @@ def make_plan(
         step = next((s for s in steps if fixed(s) + states <= rest), steps[-1])
         states = max(0, min(states, rest - fixed(step)))
     banks = plan_banks(layouts, slots, max_buffer_nbytes)
+    if config.hot_per_layer:
+        for bank in banks:
+            _check_pins(bank, max(shape.layers[i].top_k for i in bank.layers), config)
     return MemoryPlan(
         backbone=shape.backbone_nbytes,
         banks=banks,
@@ -376,6 +379,17 @@ def make_plan(
         full=fixed(steps[-1]) + slots_nbytes(total),
         expert_reads=reads,
     )
+
+
+def _check_pins(bank: BankPlan, top_k: int, config: StreamingConfig) -> None:
+    """Beside its pins, a bank must have room for the experts of one token in one layer."""
+    most = (bank.slots - top_k) // len(bank.layers)
+    if config.hot_per_layer > max(0, most) and bank.slots < bank.experts:
+        raise BudgetError(
+            f"hot_per_layer={config.hot_per_layer} pins {len(bank.layers)} layers' most used "
+            f"experts, but they share {bank.slots} slots, and a token needs {top_k} at a time: "
+            f"at most {max(0, most)}. Pin fewer, or give the cache more memory."
+        )
 
 
 def _most_slots(nbytes_of, room: int, fewest: int, total: int) -> int:  # type: ignore[no-untyped-def]

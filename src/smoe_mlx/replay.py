@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from .cache.experts import Key, SharedExpertCache
-from .cache.policy import POLICIES
+from .cache.experts import SharedExpertCache
+from .cache.policy import POLICIES, Key
 from .errors import BudgetError
 from .layers.switch import SORT_FROM, without_zero_experts
 from .plan import BankPlan, format_bytes, plan_banks

@@ -28,6 +28,7 @@ class Streaming:
     cache: SharedExpertCache
     plan: MemoryPlan
     decoding: Decoding
+    hot_per_layer: int = 0
     prefill: PrefillStats = field(default_factory=PrefillStats)
 
 
@@ -51,6 +52,7 @@ class Stats:
         decode_fallback: why the model is decoded only the exact way, or "".
         dropped: experts that `decode="lossy"` left out. Unless 0, answers are not the model's own.
         peak_memory: most bytes that MLX held, of all it did in this process.
+        prewarmed: experts that were read in idle time, because earlier runs used them most.
         bets: experts that were read ahead, before their layer asked for them.
         layers: the counters of each MoE layer.
     """
@@ -73,6 +75,7 @@ class Stats:
     dropped: int
     peak_memory: int
     plan: MemoryPlan
+    prewarmed: int
     bets: BetStats
     layers: tuple[LayerStats, ...]
 
@@ -101,6 +104,7 @@ class Stats:
             f"read ahead        {self.bets.issued:,}: {self.bets.used:,} in time, "
             f"{self.bets.late:,} late, {self.bets.wasted:,} for nothing, "
             f"{self.bets.cancelled:,} not begun",
+            f"read when idle    {self.prewarmed:,} experts",
             f"layer calls       {self.calls:,} by routing ({self.waves:,} waves), "
             f"{self.resident_calls:,} without",
             f"prompts           {self.prefill_passes:,} passes layer by layer"
@@ -157,6 +161,7 @@ def stats(model: nn.Module) -> Stats:
         dropped=streaming.decoding.dropped,
         peak_memory=mx.get_peak_memory(),
         plan=streaming.plan,
+        prewarmed=cache.stats.prewarmed,
         bets=BetStats(**asdict(cache.stats.bets)),
         layers=layers,
     )

@@ -6,6 +6,7 @@ computed from this cache has been evaluated (`hold`, `_settle`).
 """
 
 import threading
+import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
@@ -19,11 +20,12 @@ from ..store.reader import ExpertReader, ReadRequest
 from ..store.streamer import Reading
 from .bank import SlotBank
 from .bets import Bet, BetStats, Judge
-from .policy import LRU, Policy
+from .policy import LRU, Key, Policy
+from .usage import Usage
 
 Arrays = dict[tuple[str, str], mx.array]
-Key = tuple[int, int]  # (layer, expert)
 SETTLE_EVERY = 8  # outputs that are held before a look at which are evaluated
+GIVE_WAY_SECONDS = 0.001  # after each prewarmed expert: whoever waits for the lock takes it
 
 
 @dataclass
@@ -49,6 +51,7 @@ class CacheStats:
     layers: list[LayerStats]
     evictions: int = 0
     abandoned: int = 0
+    prewarmed: int = 0
     bets: BetStats = field(default_factory=BetStats)
 
     @property
@@ -145,6 +148,7 @@ class SharedExpertCache:
 
     Attributes:
         trace: if set, called as `trace(layer, ids [..., k])` with the routing of every layer call.
+        usage: if set, learns which experts decoding needs.
     """
 
     def __init__(
@@ -161,12 +165,14 @@ class SharedExpertCache:
         self.lock = threading.RLock()
         self.stats = CacheStats([LayerStats() for _ in self.layouts])
         self.trace: Callable[[int, np.ndarray], None] | None = None
+        self.usage: Usage | None = None
         self._check, self._checked = check, set[Key]()
         self._debug = debug
         # While a prompt goes layer by layer: what switch modules call in place of computing.
         self.defer: Callable[..., mx.array | None] | None = None
         self._pending: list[mx.array] = []
         self._unread: list[tuple[int, mx.array]] = []
+        self._hot = set[Key]()  # what `pin_only` pinned
         self._claimed: Set[Key] = set()  # what the last claim needs: no bet evicts it
         self._loading: _Loading | None = None
         self._judges = [Judge() for _ in self.layouts]
@@ -310,6 +316,8 @@ class SharedExpertCache:
         table = bank.tables[layer]
         slots = [table[e] for e in ids]
         keys = dict.fromkeys([(layer, e) for e in ids])
+        if self.usage is not None:
+            self.usage.saw(keys)
         if -1 not in slots and not bank.pinned and not bank.bets and not self._debug:
             for key in keys:
                 bank.policy.touch(key)
@@ -529,6 +537,8 @@ class SharedExpertCache:
     def _used(self, layer: int, ids: Sequence[int]) -> None:
         bank, stats = self._bank_of[layer], self.stats.layers[layer]
         keys = dict.fromkeys([(layer, e) for e in ids])
+        if self.usage is not None:
+            self.usage.saw(keys)
         for key in keys:
             if key in bank.policy:
                 bank.policy.touch(key)
@@ -634,6 +644,50 @@ class SharedExpertCache:
         del bank.bets[key]
         bank.free.append(bet.slot)
 
+    # ---- idle time ---------------------------------------------------------------------------
+
+    def prewarm(self, keys: Iterable[Key]) -> int:
+        """Read these experts into free slots, the first ones first; returns how many were read.
+
+        For idle time, from any thread. It ends when a layer is called: each expert is read by
+        itself under `lock`, so that a call waits for the end of one. Nothing is evicted for them,
+        and they are the first to go, the last ones before the others.
+
+        Raises:
+            ExpertReadError, CheckpointChangedError: an expert could not be read.
+        """
+        count = 0
+        claimed = self._claimed  # every claim makes a new one
+        for layer, e in keys:
+            bank = self._bank_of[layer]
+            with self.lock:
+                if self._claimed is not claimed:
+                    break
+                there = bank.tables[layer][e] >= 0 or (layer, e) in bank.bets
+                if there or not bank.free or bank.holds_all:
+                    continue
+                self._read_early(bank, layer, e)
+            count += 1
+            time.sleep(GIVE_WAY_SECONDS)
+        return count
+
+    def _read_early(self, bank: _Bank, layer: int, expert: int) -> None:
+        waited = self.reader.stats.wait_seconds
+        try:
+            slot = bank.free.pop()  # nothing that is still to be evaluated reads from it
+            self.reader.read(self._requests(bank, layer, {expert: slot}))
+            self._enter(bank, layer, expert, slot)
+            bank.policy.demote((layer, expert))
+        except BaseException:
+            bank.place(layer, expert, -1)
+            bank.policy.discard((layer, expert))
+            self._repair()
+            raise
+        if self._debug:
+            self.check()
+        self.stats.prewarmed += 1
+        self.reader.stats.wait_seconds = waited  # no model waited for it
+
     # ---- slot lifetime -----------------------------------------------------------------------
 
     def hold(self, y: mx.array) -> None:
@@ -735,6 +789,20 @@ class SharedExpertCache:
                 if (layer, e) in bank.pinned:
                     bank.pinned.discard((layer, e))
                     bank.policy.touch((layer, e))
+
+    def pin_only(self, keys: Collection[Key]) -> None:
+        """Pin these in place of those of the call before.
+
+        Raises:
+            BudgetError: as `pin`.
+        """
+        with self.lock:
+            for key in sorted(self._hot.difference(keys)):
+                self.unpin(key[0], [key[1]])
+                self._hot.discard(key)
+            for key in sorted(set(keys) - self._hot):
+                self.pin(key[0], [key[1]])
+                self._hot.add(key)
 
     # ---- self-check --------------------------------------------------------------------------
 

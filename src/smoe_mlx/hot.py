@@ -1,0 +1,96 @@
+"""Hot experts: idle time is for reading, what earlier runs used most first; pins if asked for."""
+
+import atexit
+import contextlib
+import hashlib
+import itertools
+import os
+import sys
+import threading
+from pathlib import Path
+
+import mlx.nn as nn
+
+from .cache.policy import Key
+from .cache.usage import Usage
+from .errors import SmoeError
+from .hub import DEMO, find_model
+from .stats import Streaming, streaming_of
+
+USAGE_FILE = "smoe-usage.json"
+
+
+def prewarm(model: nn.Module) -> int:
+    """Read experts into free slots, the most used first; returns how many were read.
+
+    For idle time: call it from any thread while nothing is generated. It ends when no slot is free
+    or the model is called, which waits for the end of one expert's read at most. It changes what
+    is read later, never what is computed. Which were used most, `usage` knows (`StreamingConfig`);
+    without it, any are read. Where that does not pay, with slots for less than two tokens' experts
+    or for all, it does nothing.
+
+    Raises:
+        UnsupportedModelError: the model was not loaded by `smoe_mlx.load`.
+        ExpertReadError, CheckpointChangedError: an expert could not be read.
+    """
+    streaming = streaming_of(model)
+    return streaming.cache.prewarm(_worth_reading(streaming))
+
+
+def _worth_reading(streaming: Streaming) -> list[Key]:
+    cache, plan = streaming.cache, streaming.plan
+    if cache.holds_all or plan.slots < 2 * plan.expert_reads:
+        return []
+    return (cache.usage or Usage(cache.layouts)).ranked()
+
+
+def prewarm_soon(streaming: Streaming) -> None:
+    """Prewarm on a thread of its own, until the model is called for the first time."""
+    cache, keys = streaming.cache, _worth_reading(streaming)
+    if not keys:
+        return
+    for layer in range(len(cache.layouts)):
+        cache.arrays(layer)  # allocated here: the default device is each thread's own
+    exiting = threading.Event()
+
+    def work() -> None:
+        with contextlib.suppress(SmoeError):  # whoever needs that expert will be told
+            cache.prewarm(itertools.takewhile(lambda _: not exiting.is_set(), keys))
+        atexit.unregister(end)
+
+    def end() -> None:
+        exiting.set()
+        thread.join()
+
+    thread = threading.Thread(target=work, name="smoe-prewarm", daemon=True)
+    atexit.register(end)
+    thread.start()
+
+
+def pin_hot(streaming: Streaming) -> None:
+    """Pin the most used experts of each layer, as many as `hot_per_layer` says."""
+    cache, left = streaming.cache, [streaming.hot_per_layer] * len(streaming.cache.layouts)
+    if cache.usage is None or not streaming.hot_per_layer:
+        return
+    hot = []
+    for layer, e in cache.usage.ranked():
+        if left[layer] and cache.usage.weight((layer, e)) > 0:
+            left[layer] -= 1
+            hot.append((layer, e))
+    cache.pin_only(hot)
+
+
+def find_usage_file(option: str | os.PathLike[str], folder: Path) -> Path:
+    """Where the usage of the model in `folder` is kept. "auto": see `StreamingConfig`."""
+    if os.fspath(option) != "auto":
+        return Path(option).expanduser()
+    if os.access(folder, os.W_OK) and folder != find_model(DEMO):
+        return folder / USAGE_FILE
+    root = os.environ.get("XDG_CACHE_HOME") or (
+        "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
+    )
+    name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+    cache = Path(root).expanduser() / "smoe-mlx"
+    with contextlib.suppress(OSError):  # `save` will say so
+        cache.mkdir(parents=True, exist_ok=True)
+    return cache / f"{name}-{USAGE_FILE}"
