@@ -58,7 +58,8 @@ def test_plan():
     plan = json.loads(smoe("plan", "demo", "--memory", "30MB", "--json").stdout)
     assert plan["total"] <= 30_000_000
     parts = (
-        "backbone", "slots_nbytes", "kv_cache", "activations", "prompt_states", "overhead",
+        "backbone", "slots_nbytes", "kv_cache", "activations", "prompt_states", "buffer_cache",
+        "overhead",
     )  # fmt: skip
     assert sum(plan[k] for k in parts) == plan["total"]
 

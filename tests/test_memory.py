@@ -7,8 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
-from conftest import CONFIGS, random_model, save_checkpoint
+from conftest import CONFIGS, random_model, random_tokens, resident, save_checkpoint
+from mlx.utils import tree_flatten
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 import smoe_mlx
 
@@ -81,6 +85,59 @@ def test_the_plan_is_no_empty_promise():
     got = run(DEMO, memory=plan.total, context=1024)
     assert got["peak"] > got["plan"] - plan.slots_nbytes
     assert got["peak"] > 0.6 * got["plan"]
+
+
+def cache_nbytes(cache) -> int:
+    return sum(
+        a.nbytes
+        for c in cache
+        for part in getattr(c, "caches", [c])
+        for _, a in tree_flatten(vars(part))
+        if isinstance(a, mx.array)
+    )
+
+
+# Full attention, sliding windows, latent attention, recurrent states, several caches a layer.
+CACHE_KINDS = ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "longcat_flash", "jamba"]
+
+
+@pytest.mark.parametrize("context", [7, 300])
+@pytest.mark.parametrize("arch", CACHE_KINDS)
+def test_the_planned_kv_cache_is_what_there_is_in_the_end(arch, context, tiny):
+    model = resident(tiny(arch))
+    cache = make_prompt_cache(model)
+    tokens = random_tokens(context)
+    mx.eval(model(mx.array([tokens[:-1]]), cache=cache))
+    mx.eval(model(mx.array([tokens[-1:]]), cache=cache))
+    config = smoe_mlx.StreamingConfig(slots=1.0, context=context)
+    planned = smoe_mlx.plan(tiny(arch), config=config).kv_cache
+    spare = 0
+    if arch == "gpt_oss":  # a window of 16 is planned like any cache, in steps of 256
+        spare = (256 - 16) * 2 * 2 * 32 * 4  # keys and values, 2 heads of 32 float32
+    assert cache_nbytes(cache) == pytest.approx(planned - spare, rel=0.02)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("arch", ["qwen3_moe", "deepseek"])
+def test_a_quantised_kv_cache_is_planned_at_its_most(arch, bits, tiny):
+    start, context = 256, 2000
+    model = resident(tiny(arch, "affine"))
+    cache = make_prompt_cache(model)
+    options = {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": start}
+    most = 0
+    for chunk in range(0, context, 250):
+        mx.eval(model(mx.array([random_tokens(250)]), cache=cache))
+        before = cache_nbytes(cache) if chunk < start <= chunk + 250 else 0
+        maybe_quantize_kv_cache(cache, start, 32, bits)
+        most = max(most, before + cache_nbytes(cache))
+
+    def planned(**options) -> int:
+        config = smoe_mlx.StreamingConfig(slots=1.0, context=context, prefill_step=250, **options)
+        return smoe_mlx.plan(tiny(arch, "affine"), config=config).kv_cache
+
+    assert most == pytest.approx(planned(**options), rel=0.05)
+    assert planned(**options) < 0.5 * planned()
+    assert planned(**{**options, "quantized_kv_start": context}) == planned()
 
 
 @pytest.fixture(scope="module")

@@ -11,19 +11,16 @@ from hypothesis import strategies as st
 from smoe_mlx.config import StreamingConfig, parse_bytes
 from smoe_mlx.errors import BudgetError
 from smoe_mlx.plan import (
+    INTERPRETER_NBYTES,
     OVERHEAD_NBYTES,
     PREFILL_STEPS,
     LayerShape,
     MemoryPlan,
     ModelShape,
-    _cgroup_room,
     activation_nbytes,
-    available_memory,
     format_bytes,
     group_layers,
     make_plan,
-    parse_meminfo,
-    parse_vm_stat,
     plan_banks,
     split_layers,
 )
@@ -140,6 +137,7 @@ def check_plan(plan: MemoryPlan, layouts, shape: ModelShape) -> None:
         + plan.kv_cache
         + plan.activations
         + plan.prompt_states
+        + plan.buffer_cache
         + plan.overhead
     )
     assert plan.slots == sum(b.slots for b in plan.banks)
@@ -335,13 +333,46 @@ def test_the_amount_that_the_error_names_then_works(backbone):
 
 def test_without_a_budget_the_plan_leaves_the_system_its_share():
     shape = make_shape(plain)
-    plan = plan_of(plain, shape, available=(2 << 30) + 20_000_000)
+    plan = plan_of(plain, shape, available=(2 << 30) + INTERPRETER_NBYTES + 20_000_000)
     assert plan.memory is None
     assert plan.slots > 0
     assert plan.total <= 20_000_000
     large = 100 << 30
     layouts = [make_layout(100, (2 << 30,))]
-    assert plan_of(layouts, shape, available=large).total <= 0.9 * large
+    plan = plan_of(layouts, shape, available=large)
+    assert plan.system >= 0.1 * large
+    assert plan.page_cache == large // 8
+    assert plan.total + plan.interpreter + plan.page_cache + plan.system == plan.available == large
+
+
+def test_the_page_cache_gets_no_room_where_it_would_not_help():
+    layouts, shape, large = [make_layout(100, (2 << 30,))], make_shape(plain), 100 << 30
+    direct = plan_of(layouts, shape, available=large, io="direct")
+    assert direct.page_cache == 0
+    assert direct.slots > plan_of(layouts, shape, available=large).slots
+    everything = plan_of(layouts, shape, available=4 * large)
+    assert everything.page_cache == 0
+    assert everything.slots == everything.num_experts
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(models, st.floats(0, 1.5))
+def test_the_page_cache_takes_nothing_that_a_token_needs(layouts, share):
+    shape = make_shape(layouts)
+    first = plan_of(layouts, shape, slots=1.0)
+    room = first.useful + int(share * (first.full - first.useful))
+    plan = plan_of(layouts, shape, available=(2 << 30) + INTERPRETER_NBYTES + room)
+    assert plan.slots >= min(first.expert_reads, first.num_experts)
+    assert plan.system >= 2 << 30
+
+
+def test_freed_buffers_are_in_the_plan_of_a_device_that_keeps_them():
+    keeps = make_shape(plain, keeps_buffers=True)
+    plan = plan_of(plain, keeps, memory="30MB")
+    assert plan.buffer_cache == plan.activations // 2 > 0
+    check_plan(plan, plain, keeps)
+    assert plan.total <= 30_000_000
+    assert plan_of(plain, memory="30MB").buffer_cache == 0
 
 
 def test_without_a_budget_and_without_memory_the_error_says_so():
@@ -482,74 +513,3 @@ def test_the_smallest_legal_options_are_taken():
     config = StreamingConfig(slots=1, context=1, prefill_step=1, threads=0)
     assert (config.slots, config.context, config.prefill_step, config.threads) == (1, 1, 1, 0)
     assert StreamingConfig(slots=1.0).slots == 1.0
-
-
-# ---- the machine ---------------------------------------------------------------------------------
-
-MEMINFO = """\
-MemTotal:       65842140 kB
-MemFree:         1234567 kB
-MemAvailable:   48211320 kB
-Buffers:          712036 kB
-Cached:         40000000 kB
-"""
-
-VM_STAT = """\
-Mach Virtual Memory Statistics: (page size of 16384 bytes)
-Pages free:                               12345.
-Pages active:                            500000.
-Pages inactive:                          490000.
-Pages speculative:                         1000.
-Pages throttled:                              0.
-Pages wired down:                        200000.
-Pages purgeable:                            200.
-"Translation faults":                 123456789.
-Pages copy-on-write:                    9999999.
-Pages zero filled:                     88888888.
-File-backed pages:                        30000.
-Anonymous pages:                         700000.
-Pages stored in compressor:              400000.
-Pages occupied by compressor:            100000.
-"""
-
-
-def test_parse_meminfo_takes_what_is_available_not_what_is_free():
-    assert parse_meminfo(MEMINFO) == 48_211_320 * 1024
-
-
-def test_parse_vm_stat_counts_what_can_be_reclaimed():
-    assert parse_vm_stat(VM_STAT) == 16384 * (12345 + 200 + 30000)
-
-
-def test_parse_vm_stat_uses_the_page_size_it_is_told():
-    assert parse_vm_stat(VM_STAT.replace("16384", "4096")) * 4 == parse_vm_stat(VM_STAT)
-
-
-def test_parse_vm_stat_can_do_without_a_line():
-    text = VM_STAT.replace("Pages purgeable", "Pages something")
-    assert parse_vm_stat(text) == 16384 * (12345 + 30000)
-
-
-def write_cgroup(folder, limit: str, current: str = "3000\n") -> str:
-    (folder / "memory.max").write_text(limit)
-    (folder / "memory.current").write_text(current)
-    return str(folder)
-
-
-def test_a_cgroup_s_limit_counts_less_what_is_used(tmp_path):
-    assert _cgroup_room(write_cgroup(tmp_path, "10000\n")) == 7000
-
-
-def test_a_cgroup_s_cached_file_pages_are_room(tmp_path):
-    root = write_cgroup(tmp_path, "10000\n")
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 500\nactive_file 100\n")
-    assert _cgroup_room(root) == 7500
-
-
-def test_a_cgroup_without_a_limit_has_no_say(tmp_path):
-    assert _cgroup_room(write_cgroup(tmp_path, "max\n")) is None
-    assert _cgroup_room(str(tmp_path / "absent")) is None
-
-
-def test_this_machine_has_some_memory():
-    assert available_memory() > 1 << 20

@@ -148,6 +148,9 @@ def _add_budget(parser: argparse.ArgumentParser, slots: float | None = None) -> 
         "--slots", type=_slots, help="instead: experts in memory, a number or a share such as 0.25"
     )
     group.add_argument("--context", type=int, help="tokens of KV cache to plan for")
+    group.add_argument("--kv-bits", type=int, help="quantise the KV cache")
+    group.add_argument("--kv-group-size", type=int, default=64)
+    group.add_argument("--quantized-kv-start", type=int, default=5000)
     group.add_argument(
         "--no-hits-first",
         dest="hits_first",
@@ -204,9 +207,6 @@ def _add_prompt(
     add("--extra-eos-token", nargs="+", default=(), help="more tokens that end the text")
     add("--adapter-path", help="folder of a LoRA adapter (not on routed experts)")
     add("--max-kv-size", type=int, help="rotate the KV cache at this size")
-    add("--kv-bits", type=int, help="quantise the KV cache")
-    add("--kv-group-size", type=int, default=64)
-    add("--quantized-kv-start", type=int, default=5000)
     add("--prefill-step-size", type=int, help="prompt tokens at a time (default: by the plan)")
     add("--quiet", "-q", action="store_true", help="print nothing but the text")
 
@@ -259,6 +259,9 @@ def _config(args: argparse.Namespace) -> StreamingConfig:
             memory=args.memory,
             slots=slots,
             context=args.context,
+            kv_bits=args.kv_bits,
+            kv_group_size=args.kv_group_size,
+            quantized_kv_start=args.quantized_kv_start,
             hits_first=args.hits_first,
             lookahead=args.lookahead,
             spec=args.spec,

@@ -44,6 +44,8 @@ class StreamingConfig:
             (0, 1] a share of all of them.
         context: tokens of KV cache that the plan sets memory aside for. None: 4096, or what the
             model was made for if that is less.
+        kv_bits, kv_group_size, quantized_kv_start: mlx-lm's options of these names, if generation
+            is given them: the plan then sets aside less.
         prefill_step: prompt tokens that pass the model at a time. None: 2048 as mlx-lm, or less
             where the memory asks for it.
         hits_first: while experts of a token are being read, compute those that are in memory.
@@ -71,6 +73,9 @@ class StreamingConfig:
     memory: str | int | float | None = None
     slots: int | float | None = None
     context: int | None = None
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = 5000
     prefill_step: int | None = None
     hits_first: bool = True
     lookahead: bool = True
@@ -109,7 +114,7 @@ class StreamingConfig:
             raise ValueError(f"decode={self.decode!r}: one of {', '.join(MODES)}")
         for name, least in (
             ("context", 1), ("prefill_step", 1), ("threads", 0), ("spec", 0),
-            ("hot_per_layer", 0),
+            ("hot_per_layer", 0), ("kv_bits", 2), ("kv_group_size", 32), ("quantized_kv_start", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < least):

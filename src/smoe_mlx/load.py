@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from .layers.lookahead import look_up, make_predictor
 from .layers.mixed import MixedSwitch
 from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
 from .layers.zero_experts import tell_true_routing
-from .plan import MemoryPlan, available_memory, make_plan
+from .machine import available_memory
+from .plan import MemoryPlan, format_bytes, make_plan
 from .skeleton import (
     Skeleton,
     Switch,
@@ -100,7 +102,9 @@ def load_model(
         skeleton = build_skeleton(folder, checkpoint, model_config, trust_remote_code, vault)
         files = checkpoint.files if vault is None else [vault]
         model = skeleton.model
-        model._streaming = _install(skeleton, files, _plan(skeleton, config), config)
+        plan = _plan(skeleton, config)
+        _limit_memory(plan)
+        model._streaming = _install(skeleton, files, plan, config)
         if adapter_path is not None:
             _check_adapter(Path(adapter_path), skeleton)
             model = load_adapters(model, adapter_path)
@@ -191,15 +195,41 @@ def _open_vault(folder: Path, entry: Any) -> Vault | None:
 
 
 def _plan(skeleton: Skeleton, config: StreamingConfig) -> MemoryPlan:
-    shape = measure_shape(skeleton, config.context)
-    available = available_memory() if config.memory is None and config.slots is None else 0
-    return make_plan(skeleton.layouts, shape, config, max_buffer_nbytes(), available)
+    shape = measure_shape(skeleton, config)
+    return make_plan(skeleton.layouts, shape, config, max_buffer_nbytes(), available_nbytes())
 
 
 def max_buffer_nbytes() -> int:
     """The largest array that the default device takes, in bytes."""
     info = mx.device_info()
     return int(info.get("max_buffer_length", 1 << 46))
+
+
+def available_nbytes() -> int:
+    """Bytes that MLX could allocate now without swapping: of the system, and of the device."""
+    info = mx.device_info()
+    if "free_memory" in info:  # a device with memory of its own (CUDA)
+        return int(info["free_memory"])
+    most = int(info.get("max_recommended_working_set_size", 1 << 62))  # Metal
+    return min(available_memory(), most)
+
+
+def _limit_memory(plan: MemoryPlan) -> None:
+    """Keep freed buffers within the plan, and say so if the plan is more than there is.
+
+    MLX has one limit for the whole process: it is lowered, never raised.
+    """
+    if plan.buffer_cache:
+        before = mx.set_cache_limit(plan.buffer_cache)
+        if before < plan.buffer_cache:
+            mx.set_cache_limit(before)
+    if plan.total > (available := available_nbytes()):
+        warnings.warn(
+            f"{format_bytes(plan.total)} are planned, but only {format_bytes(available)} can be "
+            "had without swapping, which is far slower than reading experts. Close programs, or "
+            "plan with less memory.",
+            stacklevel=4,
+        )
 
 
 def _install(

@@ -4,13 +4,8 @@ bytes: it drives the allocation, and the reports quote it.
 Works from headers and shapes alone; no weight is read.
 """
 
-import contextlib
 import heapq
 import math
-import os
-import platform
-import re
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,8 +23,15 @@ OVERHEAD_NBYTES = 4 << 20
 STATES = 6
 # The graph of one chunk's way through a layer, not yet evaluated: measured 115 kB, of the host.
 GRAPH_NBYTES = 128 << 10
-# Memory that is left to the system when the plan is made from what is free.
+# What the plan leaves alone when it is made from the memory that is available: for the rest of the
+# system; for files where experts come through the page cache (a cache that takes this room has been
+# slower than a smaller one); and for Python, its libraries and a tokenizer, measured at 0.2 GB.
 SYSTEM_SHARE, SYSTEM_NBYTES = 0.1, 2 << 30
+PAGE_CACHE_SHARE = 0.125
+INTERPRETER_NBYTES = 256 << 20
+# Buffers that MLX keeps for later when they are freed (on GPUs): at most this share of the
+# activations, which is where they come from.
+BUFFER_CACHE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class ModelShape:
     kv_nbytes: int
     mask_windows: tuple[int, ...] = ()  # of the mask arrays that a forward keeps, a byte each
     scores_in_memory: bool = False  # the backend writes attention scores out (MLX's CPU)
+    keeps_buffers: bool = False  # the backend keeps freed buffers for later (MLX's GPUs)
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,11 @@ class MemoryPlan:
         widest_step: the most tokens of a forward, whatever is asked for.
         prompt_states: what a prompt holds on its way through the model layer by layer, beside the
             chunk that is computed: `token_state` a token, and `chunk_graph` a chunk.
+        buffer_cache: freed buffers that MLX may keep for later.
         overhead: what MLX needs besides.
         memory: the budget that was asked for, or None.
+        available: without one: what the machine could give. `interpreter` of it is not MLX's, and
+            `page_cache` is left to files.
         experts_nbytes: all routed experts, as they lie on disk.
         minimum: the smallest `memory` that works, `useful`: the smallest that holds the experts
             of one whole token (below it, hardly any expert is still there when it comes again),
@@ -102,8 +108,12 @@ class MemoryPlan:
     prompt_states: int
     token_state: int
     chunk_graph: int
+    buffer_cache: int
     overhead: int
     memory: int | None
+    available: int | None
+    interpreter: int
+    page_cache: int
     experts_nbytes: int
     num_experts: int
     minimum: int
@@ -122,8 +132,14 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """What MLX will have allocated at its peak."""
-        fixed = self.backbone + self.kv_cache + self.overhead
+        fixed = self.backbone + self.kv_cache + self.buffer_cache + self.overhead
         return fixed + self.slots_nbytes + self.activations + self.prompt_states
+
+    @property
+    def system(self) -> int:
+        """What a plan from the memory that is available leaves free."""
+        taken = self.total + self.interpreter + self.page_cache
+        return 0 if self.available is None else self.available - taken
 
     def pass_tokens(self, width: int) -> int:
         """Tokens of a prompt that go layer by layer at once, in chunks of `width`."""
@@ -136,7 +152,7 @@ class MemoryPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        names = ("slots", "slots_nbytes", "prefill_tokens", "total")
+        names = ("slots", "slots_nbytes", "prefill_tokens", "total", "system")
         return {**asdict(self), **{name: getattr(self, name) for name in names}}
 
     def __str__(self) -> str:
@@ -149,12 +165,19 @@ class MemoryPlan:
             ("activations", self.activations, f"{self.prefill_step:,} prompt tokens at a time"),
             ("prompt states", self.prompt_states,
              f"{self.prefill_tokens:,} prompt tokens layer by layer"),
+            ("buffer cache", self.buffer_cache, "freed buffers that MLX keeps"),
             ("overhead", self.overhead, ""),
-            ("total", self.total,
-             "" if self.memory is None else f"of {format_bytes(self.memory)} given"),
         ]  # fmt: skip
-        lines = [f"{n:<14}{format_bytes(b):>10}   {note}".rstrip() for n, b, note in rows]
-        lines.insert(-1, "-" * 24)
+        given = "" if self.memory is None else f"of {format_bytes(self.memory)} given"
+        lines = [*_table(rows), "-" * 24, *_table([("total", self.total, given)])]
+        if self.available is not None:
+            rows = [
+                ("interpreter", self.interpreter, "Python, libraries, tokenizer"),
+                ("page cache", self.page_cache, "left to files"),
+                ("system", self.system, "left free"),
+            ]
+            available = ("available", self.available, "could be had without swapping")
+            lines += [*_table(rows), "-" * 24, *_table([available])]
         lines += [
             "",
             f"on disk       {format_bytes(self.experts_nbytes):>10}   all routed experts, "
@@ -164,6 +187,10 @@ class MemoryPlan:
             f"everything    {format_bytes(self.full):>10}   nothing is read twice",
         ]
         return "\n".join(lines)
+
+
+def _table(rows: Sequence[tuple[str, int, str]]) -> list[str]:
+    return [f"{n:<14}{format_bytes(b):>10}   {note}".rstrip() for n, b, note in rows]
 
 
 def format_bytes(n: float, up: bool = False) -> str:
@@ -298,8 +325,12 @@ def make_plan(
     def activations(step: int) -> int:
         return activation_nbytes(shape, step, context)
 
+    def buffers(step: int) -> int:
+        return int(shape.keeps_buffers * BUFFER_CACHE_SHARE * activations(step))
+
     def fixed(step: int) -> int:
-        return shape.backbone_nbytes + kv + activations(step) + OVERHEAD_NBYTES
+        held = shape.backbone_nbytes + kv + OVERHEAD_NBYTES
+        return held + activations(step) + buffers(step)
 
     graph = GRAPH_NBYTES * len(shape.layers)
 
@@ -322,6 +353,7 @@ def make_plan(
     widest = max(1, MAX_ROWS // max(s.top_k for s in shape.layers))
     steps = sorted({min(s, context, widest) for s in steps}, reverse=True)
     memory = None if config.memory is None else parse_bytes(config.memory)
+    available, page_cache = None, 0
     if config.slots is not None:
         step, slots = steps[0], config.slots
         slots = max(fewest, round(slots * total)) if isinstance(slots, float) else slots
@@ -329,7 +361,13 @@ def make_plan(
     else:
         room = memory
         if room is None:
-            room = available_nbytes - max(SYSTEM_NBYTES, int(SYSTEM_SHARE * available_nbytes))
+            available = available_nbytes
+            system = max(SYSTEM_NBYTES, int(SYSTEM_SHARE * available))
+            room = available - system - INTERPRETER_NBYTES
+            rest = room - fixed(steps[-1]) - slots_nbytes(min(max(reads, fewest), total))
+            if room < fixed(steps[-1]) + slots_nbytes(total) and config.io != "direct":
+                page_cache = max(0, min(int(PAGE_CACHE_SHARE * available), rest))
+                room -= page_cache
         slots = most_slots(room - fixed(steps[-1]))
         if slots < fewest:
             least = fixed(steps[-1]) + slots_nbytes(fewest)
@@ -348,7 +386,8 @@ def make_plan(
             # A wide prefill reads less in all: leave it up to a quarter of what is not backbone,
             # and an eighth of the rest to the hidden states of a prompt.
             free = room - shape.backbone_nbytes - kv - OVERHEAD_NBYTES
-            wide = max(min(free / 4, activations(steps[0])), activations(steps[-1]))
+            widths = [activations(s) + buffers(s) for s in (steps[0], steps[-1])]
+            wide = max(min(free / 4, widths[0]), widths[1])
             states = min(int((free - wide) / 8), longest(steps[0], False))
             enough = reads if slots >= reads else fewest  # fewer get hardly any hits
             slots = max(enough, most_slots(free - wide - states))
@@ -370,8 +409,12 @@ def make_plan(
         prompt_states=states,
         token_state=state_nbytes(shape, step, outputs(slots)),
         chunk_graph=graph,
+        buffer_cache=buffers(step),
         overhead=OVERHEAD_NBYTES,
         memory=memory,
+        available=available,
+        interpreter=0 if available is None else INTERPRETER_NBYTES,
+        page_cache=page_cache,
         experts_nbytes=sum(x.nbytes for x in layouts),
         num_experts=sum(x.num_experts for x in layouts),
         minimum=fixed(steps[-1]) + slots_nbytes(fewest),
@@ -402,64 +445,3 @@ def _most_slots(nbytes_of, room: int, fewest: int, total: int) -> int:  # type: 
         else:
             high = middle - 1
     return low
-
-
-# ---- what the machine has ------------------------------------------------------------------------
-
-
-def available_memory() -> int:
-    """Bytes that could be allocated now without swapping.
-
-    macOS: free, purgeable and file-backed pages (`vm_stat`); `kern.memorystatus_level` counts what
-    would have to be compressed. Linux: MemAvailable, within the cgroup's limit.
-    """
-    if platform.system() == "Darwin":
-        text = subprocess.run(["vm_stat"], capture_output=True, text=True, check=True).stdout
-        return parse_vm_stat(text)
-    with open("/proc/meminfo") as f:
-        available = parse_meminfo(f.read())
-    limit = _cgroup_room()
-    return available if limit is None else min(available, limit)
-
-
-def parse_meminfo(text: str) -> int:
-    """MemAvailable of /proc/meminfo (MemFree on a kernel without it), in bytes."""
-    for name in ("MemAvailable", "MemFree"):
-        if match := re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE):
-            return int(match[1]) * 1024
-    raise BudgetError("cannot tell how much memory is free: give memory or slots")
-
-
-def parse_vm_stat(text: str) -> int:
-    """Reclaimable bytes from the output of macOS' `vm_stat`."""
-    page = int(re.search(r"page size of (\d+) bytes", text)[1])  # type: ignore[index]
-
-    def pages(name: str) -> int:
-        match = re.search(rf"^{name}:\s+(\d+)", text, re.MULTILINE)
-        return int(match[1]) if match else 0
-
-    # Speculative pages are file-backed ones that were read ahead.
-    names = ("Pages free", "Pages purgeable", "File-backed pages")
-    return page * sum(map(pages, names))
-
-
-def _cgroup_room(root: str = "/sys/fs/cgroup") -> int | None:
-    """Bytes left under a cgroup v2 memory limit, or None without one.
-
-    Cached file pages count as used there, but give way: `inactive_file` is room.
-    """
-
-    def read(name: str) -> str:
-        with open(os.path.join(root, name)) as f:
-            return f.read()
-
-    try:
-        limit, used = read("memory.max").strip(), int(read("memory.current"))
-        cached = None
-        if limit == "max":
-            return None
-    except OSError:
-        return None
-    with contextlib.suppress(OSError):
-        cached = re.search(r"^inactive_file (\d+)", read("memory.stat"), re.MULTILINE)
-    return int(limit) - used + (int(cached[1]) if cached else 0)

@@ -8,8 +8,9 @@ through `mx.stack`. What `sanitize` computes anew cannot be streamed as it is, a
 
 import contextlib
 import importlib.util
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,11 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear, SwitchMLP
 from mlx_lm.utils import _get_classes, load_config, load_model
 
 from .cache.bank import MX_DTYPES
+from .config import StreamingConfig
 from .errors import CheckpointError, UnsupportedModelError, VaultError
 from .layers.lookahead import look_up
 from .layers.switch import Projection
-from .plan import LayerShape, ModelShape
+from .plan import PREFILL_STEPS, LayerShape, ModelShape
 from .store.layout import ExpertLayout, layout_from_checkpoint
 from .store.safetensors import Checkpoint
 from .store.vault import Vault
@@ -454,17 +456,18 @@ class _Probe(nn.Module):
         return mx.zeros((*indices.shape, x.shape[-1]), x.dtype)
 
 
-def measure_shape(skeleton: Skeleton, context: int | None) -> ModelShape:
+def measure_shape(skeleton: Skeleton, options: StreamingConfig) -> ModelShape:
     """Top-k of every layer and the size of the KV cache, by building (not running) one forward.
 
     Args:
-        context: tokens in the KV cache; None for 4096 or what the model was made for.
+        options: `context` and how the KV cache is quantised count.
     """
     model, config = skeleton.model, skeleton.config
     probes = [_Probe(s) for s in skeleton.switches]
     for s, probe in zip(skeleton.switches, probes, strict=True):
         replace_module(model, s.path, probe)
     text = config.get("text_config") or config
+    context = options.context
     if context is None:
         context = min(4096, int(text.get("max_position_embeddings") or 4096))
     kv_nbytes = 0
@@ -476,7 +479,7 @@ def measure_shape(skeleton: Skeleton, context: int | None) -> ModelShape:
             _watch_masks(c, context, windows)
         logits = model(mx.zeros((1, 1), mx.int32), cache=cache)
         itemsize = logits.dtype.size
-        kv_nbytes = sum(_cache_nbytes(c, context) for c in cache)
+        kv_nbytes = _kv_nbytes(cache, context, options)
     except Exception:  # a forward that this backend cannot even build: plan without it
         pass
     finally:
@@ -504,7 +507,30 @@ def measure_shape(skeleton: Skeleton, context: int | None) -> ModelShape:
         kv_nbytes=kv_nbytes,
         mask_windows=tuple(sorted(windows)),
         scores_in_memory=mx.default_device() == mx.cpu,
+        keeps_buffers=mx.default_device() != mx.cpu,
     )
+
+
+def _kv_nbytes(cache: Sequence[Any], context: int, options: StreamingConfig) -> int:
+    """Most bytes of a prompt cache on its way to `context` tokens, from its state after one."""
+    plain = sum(_cache_nbytes(c, context) for c in cache)
+    if options.kv_bits is None or options.quantized_kv_start >= context:
+        return plain
+    # mlx-lm quantises all of it after the chunk that reaches `start`: for a moment, both are there.
+    chunk = options.prefill_step or PREFILL_STEPS[0]
+    n = min(context, options.quantized_kv_start + chunk)
+    both = sum(_cache_nbytes(c, n) + _quantised_nbytes(c, n, options) for c in cache)
+    return max(both, sum(_quantised_nbytes(c, context, options) for c in cache))
+
+
+def _quantised_nbytes(cache: Any, context: int, options: StreamingConfig) -> int:
+    """As `_cache_nbytes`, of a cache that mlx-lm quantises if it can."""
+    nbytes = _cache_nbytes(cache, context)
+    if not hasattr(cache, "to_quantized") or isinstance(cache, RotatingKVCache):
+        return nbytes
+    size: int = cache.keys.dtype.size
+    scales = 2 * size / options.kv_group_size
+    return math.ceil(nbytes / size * ((options.kv_bits or 0) / 8 + scales))
 
 
 def _cache_nbytes(cache: Any, context: int) -> int:
