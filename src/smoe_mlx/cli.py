@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.utils import load_tokenizer
 from tqdm import tqdm
 
 from . import __version__
+from .bench import BUDGETS, bench
 from .cache.policy import POLICIES
 from .config import StreamingConfig
+from .doctor import diagnose
 from .errors import SmoeError
 from .forward.decode import MODES
 from .generate import stream_generate
-from .hub import DEMO
+from .hub import DEMO, find_model
 from .instrument import instrument
 from .load import load
 from .load import plan as make_plan
@@ -103,13 +106,38 @@ def build_parser() -> argparse.ArgumentParser:
     )
     replay.add_argument(
         "--slots",
-        type=lambda text: [_slots(x) for x in _list(text)],
+        type=_budgets,
         default=[0.125, 0.25, 0.5, 0.75],
         help="experts in memory, numbers or shares (default: 0.125,0.25,0.5,0.75)",
     )
     replay.add_argument("--json", action="store_true", help="print JSON")
     replay.add_argument("--plot", help="write a plot to this file (needs smoe-mlx[plots])")
     replay.set_defaults(run=run_replay)
+
+    doctor = commands.add_parser("doctor", help="will it run here, how fast, and what to do for it")
+    _add_model(doctor)
+    _add_budget(doctor)
+    doctor.add_argument("--sim-ram", metavar="16GB", help="ask for a machine with this memory")
+    doctor.add_argument("--sim-disk", metavar="3GB/s", help="ask for one with this disk")
+    doctor.add_argument("--trace", help="take the hit rate from what smoe-mlx trace wrote")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=run_doctor)
+
+    bench_ = commands.add_parser("bench", help="the speed that is forecast, and the one measured")
+    _add_model(bench_)
+    _add_budget(bench_)
+    bench_.add_argument("--prompt", "-p", default=DEMO_PROMPT)
+    bench_.add_argument("--max-tokens", "-m", type=int, default=48, help="default: 48")
+    bench_.add_argument(
+        "--budgets", type=_budgets, default=BUDGETS, help="as --slots: numbers or shares"
+    )
+    bench_.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="count what the process computes: on machines that others use too, on a CPU",
+    )
+    bench_.add_argument("--json", action="store_true", help="print JSON")
+    bench_.set_defaults(run=run_bench, decode="exact")
 
     shatter_ = commands.add_parser("shatter", help="make a vault: one aligned record an expert")
     shatter_.add_argument("src", help="local folder or Hub repository")
@@ -237,6 +265,10 @@ def _slots(text: str) -> int | float:
         return float(text) if "." in text else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a share") from None
+
+
+def _budgets(text: str) -> list[int | float]:
+    return [_slots(x) for x in _list(text)]
 
 
 def _list(text: str) -> list[str]:
@@ -506,6 +538,33 @@ def run_replay(args: argparse.Namespace) -> None:
         from .plot import plot_report
 
         plot_report(result, args.plot)
+    print(json.dumps(result.as_dict(), indent=2) if args.json else result)
+
+
+def run_doctor(args: argparse.Namespace) -> None:
+    diagnosis = diagnose(
+        _model(args),
+        _config(args),
+        args.revision,
+        args.trust_remote_code,
+        args.sim_ram,
+        args.sim_disk,
+        None if args.trace is None else load_trace(args.trace),
+    )
+    print(json.dumps(diagnosis.as_dict(), indent=2) if args.json else diagnosis)
+
+
+def run_bench(args: argparse.Namespace) -> None:
+    folder = find_model(_model(args), args.revision)
+    result = bench(
+        folder,
+        load_tokenizer(folder).encode(args.prompt),
+        _config(args),
+        args.budgets,
+        args.max_tokens,
+        args.trust_remote_code,
+        time.process_time if args.cpu_time else time.perf_counter,
+    )
     print(json.dumps(result.as_dict(), indent=2) if args.json else result)
 
 

@@ -86,11 +86,16 @@ def find_usage_file(option: str | os.PathLike[str], folder: Path) -> Path:
         return Path(option).expanduser()
     if os.access(folder, os.W_OK) and folder != find_model(DEMO):
         return folder / USAGE_FILE
+    name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+    return cache_folder() / f"{name}-{USAGE_FILE}"
+
+
+def cache_folder() -> Path:
+    """Where small things are kept from run to run; made if it can be."""
     root = os.environ.get("XDG_CACHE_HOME") or (
         "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
     )
-    name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
     cache = Path(root).expanduser() / "smoe-mlx"
-    with contextlib.suppress(OSError):  # `save` will say so
+    with contextlib.suppress(OSError):  # whoever writes there will say so
         cache.mkdir(parents=True, exist_ok=True)
-    return cache / f"{name}-{USAGE_FILE}"
+    return cache

@@ -1,21 +1,32 @@
 """From what a user names to a folder on this machine: demo, local folder or Hub repository."""
 
+import contextlib
+import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub.errors import (
+    EntryNotFoundError,
     GatedRepoError,
+    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
+    NotASafetensorsRepoError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
+    SafetensorsParsingError,
 )
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-from .errors import ModelNotFoundError
+from .errors import CheckpointError, ModelNotFoundError
 
 DEMO = "demo"
+# What the Hub's client raises without a connection, whichever HTTP library it is made of.
+HTTPX_ERRORS: tuple[type[Exception], ...] = tuple(
+    t for t in HfHubHTTPError.__mro__ if t.__name__ == "HTTPError"
+)
 
 
 def find_model(path_or_repo: str | os.PathLike[str], revision: str | None = None) -> Path:
@@ -27,6 +38,24 @@ def find_model(path_or_repo: str | os.PathLike[str], revision: str | None = None
 
     Raises:
         ModelNotFoundError: there is no such folder or repository, or no connection to fetch it.
+    """
+    path = find_local(path_or_repo)
+    if path is not None:
+        return path
+    name = os.fspath(path_or_repo)
+    with _explained(name, revision):
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, revision=revision, allow_patterns=DEFAULT_ALLOW_PATTERNS
+            )
+        )
+
+
+def find_local(path_or_repo: str | os.PathLike[str]) -> Path | None:
+    """The folder that is named, or None for what must be a Hub repository.
+
+    Raises:
+        ModelNotFoundError: it is neither.
     """
     name = os.fspath(path_or_repo)
     path = Path(name).expanduser()
@@ -40,12 +69,48 @@ def find_model(path_or_repo: str | os.PathLike[str], revision: str | None = None
         raise ModelNotFoundError(
             f"There is no folder {name!r}, and it is no Hub repository name (owner/name)."
         )
+    return None
+
+
+def fetch_headers(repo: str, revision: str | None, folder: Path) -> None:
+    """Make of `folder` what a Hub repository's would be, with files of full length but no weights.
+
+    Only config.json, the index and the headers of the weights are fetched, by ranged reads.
+
+    Raises:
+        ModelNotFoundError: there is no such repository, or no connection.
+        CheckpointError: it holds no safetensors files.
+    """
+    api = huggingface_hub.HfApi()
+    with _explained(repo, revision):
+        try:
+            config = api.hf_hub_download(repo, "config.json", revision=revision)
+            found = api.get_safetensors_metadata(repo, revision=revision)
+        except LocalEntryNotFoundError:
+            raise
+        except (NotASafetensorsRepoError, SafetensorsParsingError, EntryNotFoundError) as e:
+            raise CheckpointError(f"{repo}: no safetensors checkpoint ({e}).") from e
+        except HTTPX_ERRORS as e:
+            raise e if isinstance(e, OSError) else OSError(str(e)) from e
+    (folder / "config.json").write_bytes(Path(config).read_bytes())
+    for name, file in found.files_metadata.items():
+        if Path(name).name != name:
+            raise CheckpointError(f"{repo}: {name!r} is not a plain file name")
+        tensors = {
+            tensor: {"dtype": t.dtype, "shape": t.shape, "data_offsets": t.data_offsets}
+            for tensor, t in file.tensors.items()
+        }
+        header = json.dumps(tensors).encode()
+        end = max((t.data_offsets[1] for t in file.tensors.values()), default=0)
+        with open(folder / name, "wb") as f:
+            f.write(len(header).to_bytes(8, "little") + header)
+            f.truncate(8 + len(header) + end)
+
+
+@contextlib.contextmanager
+def _explained(name: str, revision: str | None) -> Iterator[None]:
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name, revision=revision, allow_patterns=DEFAULT_ALLOW_PATTERNS
-            )
-        )
+        yield
     except GatedRepoError as e:
         raise ModelNotFoundError(
             f"{name!r} is a gated repository: accept its terms on the Hub and run `hf auth login`."

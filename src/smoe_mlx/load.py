@@ -3,7 +3,6 @@
 import json
 import os
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from .skeleton import (
 )
 from .stats import Streaming
 from .store.cuda import make_uploader
-from .store.files import OpenFile
 from .store.reader import ExpertReader
 from .store.safetensors import Checkpoint, SafetensorsMmap
 from .store.vault import VAULT_FILE, Vault
@@ -97,14 +95,15 @@ def load_model(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """`load` without the tokenizer, from a local folder. Returns (model, its config)."""
     config = config or StreamingConfig()
-    checkpoint, vault = _open(folder)
+    checkpoint, vault = open_weights(folder)
     try:
         skeleton = build_skeleton(folder, checkpoint, model_config, trust_remote_code, vault)
-        files = checkpoint.files if vault is None else [vault]
         model = skeleton.model
-        plan = _plan(skeleton, config)
+        plan = plan_for(skeleton, config)
         _limit_memory(plan)
-        model._streaming = _install(skeleton, files, plan, config)
+        files = checkpoint.files if vault is None else [vault]
+        reader = ExpertReader(files, config.threads, config.io, make_uploader())
+        model._streaming = install(skeleton, reader, plan, config)
         if adapter_path is not None:
             _check_adapter(Path(adapter_path), skeleton)
             model = load_adapters(model, adapter_path)
@@ -136,10 +135,10 @@ def plan(
     """What `load` would do with this budget, from headers alone. Arguments and errors as `load`."""
     config = _streaming_config(memory, slots, config)
     folder = find_model(path_or_repo, revision)
-    checkpoint, vault = _open(folder)
+    checkpoint, vault = open_weights(folder)
     try:
         skeleton = build_skeleton(folder, checkpoint, model_config, trust_remote_code, vault)
-        return _plan(skeleton, config)
+        return plan_for(skeleton, config)
     finally:
         checkpoint.close()
         if vault is not None:
@@ -156,7 +155,7 @@ def _streaming_config(
     return config
 
 
-def _open(folder: Path) -> tuple[Checkpoint, Vault | None]:
+def open_weights(folder: Path) -> tuple[Checkpoint, Vault | None]:
     """The weights of a folder, and the vault beside them if its config names one."""
     config = folder / "config.json"
     try:
@@ -194,9 +193,13 @@ def _open_vault(folder: Path, entry: Any) -> Vault | None:
     return vault
 
 
-def _plan(skeleton: Skeleton, config: StreamingConfig) -> MemoryPlan:
+def plan_for(
+    skeleton: Skeleton, config: StreamingConfig, available: int | None = None
+) -> MemoryPlan:
+    """The plan for a model, with `available` bytes on the machine (None: what there is now)."""
     shape = measure_shape(skeleton, config)
-    return make_plan(skeleton.layouts, shape, config, max_buffer_nbytes(), available_nbytes())
+    available = available_nbytes() if available is None else available
+    return make_plan(skeleton.layouts, shape, config, max_buffer_nbytes(), available)
 
 
 def max_buffer_nbytes() -> int:
@@ -232,11 +235,10 @@ def _limit_memory(plan: MemoryPlan) -> None:
         )
 
 
-def _install(
-    skeleton: Skeleton, files: Sequence[OpenFile], plan: MemoryPlan, config: StreamingConfig
+def install(
+    skeleton: Skeleton, reader: ExpertReader, plan: MemoryPlan, config: StreamingConfig
 ) -> Streaming:
     """Put a streaming module in the place of every switch module."""
-    reader = ExpertReader(files, config.threads, config.io, make_uploader())
     cache = SharedExpertCache(
         skeleton.layouts,
         [(b.layers, b.slots) for b in plan.banks],

@@ -1,9 +1,10 @@
-"""What the disk gives at best: whole expert records, direct reads, as many at a time as threads."""
+"""What the disk gives at best: whole expert records, as many at a time as threads; one alone."""
 
 import mmap
 import random
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .files import OpenFile
@@ -15,11 +16,15 @@ MEMORY_NBYTES = 64 << 20  # that reads go into
 
 @dataclass(frozen=True)
 class DiskProbe:
-    """Bytes a second that random records of `record_nbytes` were read at; `io` as in `Stats`."""
+    """How fast random records of `record_nbytes` were read; `io` as in `Stats`.
+
+    Records that are read together take `latency_seconds`, and then their bytes at the rate.
+    """
 
     bytes_per_second: float
     record_nbytes: int
     io: str
+    latency_seconds: float = 0.0
 
     def __str__(self) -> str:
         how = "direct reads" if self.io == "direct" else "no direct reads here: the page cache"
@@ -32,8 +37,10 @@ def probe_disk(
     layouts: Sequence[ExpertLayout],
     threads: int = 8,
     seconds: float = 1.0,
+    io: str = "direct",
+    clock: Callable[[], float] = time.perf_counter,
 ) -> DiskProbe:
-    """Read random experts for about `seconds`, past the page cache where that can be done.
+    """Read random experts for about `seconds`: by default past the page cache, if that can be done.
 
     Raises:
         ExpertReadError, CheckpointChangedError: an expert could not be read.
@@ -45,11 +52,11 @@ def probe_disk(
     memory = memoryview(mmap.mmap(-1, batch * room))
     same = [x for x in layouts if x.tensors == largest.tensors]
     choose = random.Random(0)
-    reader = ExpertReader(files, threads, "direct")
+    reader = ExpertReader(files, threads, io)
 
-    def read_batch() -> None:
+    def read(records: int) -> None:
         requests: list[ReadRequest] = []
-        for i in range(batch):
+        for i in range(records):
             layout = choose.choice(same)
             expert, at = choose.randrange(layout.num_experts), i * room
             for n, t in enumerate(layout.tensors):
@@ -58,13 +65,20 @@ def probe_disk(
                 at += -(-t.nbytes // PAGE) * PAGE
         reader.read(requests)
 
+    alone: list[float] = []
     try:
-        read_batch()  # starts the threads
+        read(batch)  # starts the threads
         start, batches, took = time.perf_counter(), 0, 0.0
-        while not batches or took < seconds:
-            read_batch()
-            batches, took = batches + 1, time.perf_counter() - start
+        while not batches or time.perf_counter() - start < seconds:
+            before = clock()
+            read(batch)
+            batches, took = batches + 1, took + clock() - before
+            while len(alone) < 2 * batches:
+                before = clock()
+                read(1)
+                alone.append(clock() - before)
     finally:
         reader.close()
     rate = batches * batch * largest.expert_nbytes / took
-    return DiskProbe(rate, largest.expert_nbytes, reader.io)
+    latency = max(0.0, statistics.median(alone) - largest.expert_nbytes / rate)
+    return DiskProbe(rate, largest.expert_nbytes, reader.io, latency)
