@@ -378,6 +378,19 @@ class CacheMachine(RuleBasedStateMachine):
                 bank.pinned.remove((layer, e))
                 bank.order.append((layer, e))
 
+    @rule(slots_a=st.integers(1, 8), slots_b=st.integers(1, 5))
+    def resize(self, slots_a, slots_b):
+        sizes = [slots_a, slots_b]
+        if any(n <= len(b.pinned) for n, b in zip(sizes, self.banks, strict=True)):
+            with pytest.raises(BudgetError, match="too few"):
+                self.cache.resize(sizes)
+            return
+        self.cache.resize(sizes)
+        for n, bank in zip(sizes, self.banks, strict=True):
+            bank.slots = n
+            while len(bank.keys) > n:
+                bank.order.pop(0)
+
     @precondition(lambda self: self.banks[0].keys | self.banks[1].keys)
     @rule(data=st.data())
     def hold(self, data):

@@ -15,6 +15,7 @@ from .errors import (
     VaultError,
 )
 from .generate import generate, stream_generate
+from .governor import resize
 from .hot import prewarm
 from .instrument import instrument
 from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
@@ -54,6 +55,7 @@ __all__ = [
     "load",
     "plan",
     "prewarm",
+    "resize",
     "shatter",
     "stats",
     "stream_generate",

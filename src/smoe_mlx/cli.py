@@ -214,6 +214,9 @@ def _add_budget(parser: argparse.ArgumentParser, slots: float | None = None) -> 
         "--hot-per-layer", type=int, default=0, metavar="N", help="pin the N most used of a layer"
     )
     group.add_argument(
+        "--govern", action="store_true", help="give slots back while the system lacks memory"
+    )
+    group.add_argument(
         "--check", action="store_true", help="compare each record of a vault with its checksum"
     )
     parser.set_defaults(default_slots=slots)
@@ -303,6 +306,7 @@ def _config(args: argparse.Namespace) -> StreamingConfig:
             policy=args.policy,
             usage=args.usage,
             hot_per_layer=args.hot_per_layer,
+            govern=args.govern,
             check=args.check,
         )
     except ValueError as e:

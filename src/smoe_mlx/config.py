@@ -66,6 +66,7 @@ class StreamingConfig:
             user's cache folder. None: nothing is remembered (docs/hot-experts.md).
         hot_per_layer: the most used experts of each layer that are never evicted. They are chosen
             anew before each prompt. 0, since it loses more on some texts than it saves on others.
+        govern: give slots back while the system is short of memory, and take them again later.
         check: compare each record of a vault with its checksum when it is first read.
         debug: check the cache's bookkeeping at every step (slow).
     """
@@ -86,6 +87,7 @@ class StreamingConfig:
     policy: str = "lru"
     usage: str | os.PathLike[str] | None = None
     hot_per_layer: int = 0
+    govern: bool = False
     check: bool = False
     debug: bool = False
 

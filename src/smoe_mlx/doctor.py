@@ -17,10 +17,11 @@ import huggingface_hub.constants
 import mlx.core as mx
 
 from .config import StreamingConfig, parse_bytes
+from .device import available_nbytes
 from .errors import BudgetError
 from .hot import cache_folder
 from .hub import fetch_headers, find_local
-from .load import available_nbytes, open_weights, plan_for
+from .load import open_weights, plan_for
 from .machine import total_memory, used_swap
 from .plan import INTERPRETER_NBYTES, SYSTEM_NBYTES, SYSTEM_SHARE, MemoryPlan, format_bytes
 from .skeleton import Skeleton, build_skeleton

@@ -15,15 +15,16 @@ from .cache.experts import SharedExpertCache
 from .cache.policy import POLICIES
 from .cache.usage import Usage
 from .config import StreamingConfig
+from .device import available_nbytes, max_buffer_nbytes
 from .errors import CheckpointError, UnsupportedModelError, VaultError
 from .forward.decode import Decoding
+from .governor import govern
 from .hot import find_usage_file, prewarm_soon
 from .hub import find_model
 from .layers.lookahead import look_up, make_predictor
 from .layers.mixed import MixedSwitch
 from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
 from .layers.zero_experts import tell_true_routing
-from .machine import available_memory
 from .plan import MemoryPlan, format_bytes, make_plan
 from .skeleton import (
     Skeleton,
@@ -99,11 +100,13 @@ def load_model(
     try:
         skeleton = build_skeleton(folder, checkpoint, model_config, trust_remote_code, vault)
         model = skeleton.model
-        plan = plan_for(skeleton, config)
+        shape = measure_shape(skeleton, config)
+        plan = make_plan(skeleton.layouts, shape, config, max_buffer_nbytes(), available_nbytes())
         _limit_memory(plan)
         files = checkpoint.files if vault is None else [vault]
         reader = ExpertReader(files, config.threads, config.io, make_uploader())
         model._streaming = install(skeleton, reader, plan, config)
+        model._streaming.config, model._streaming.shape = config, shape
         if adapter_path is not None:
             _check_adapter(Path(adapter_path), skeleton)
             model = load_adapters(model, adapter_path)
@@ -119,6 +122,8 @@ def load_model(
         checkpoint.close()
     if config.usage is not None:
         prewarm_soon(model._streaming)
+    if config.govern:
+        govern(model._streaming)
     return model, skeleton.config
 
 
@@ -200,21 +205,6 @@ def plan_for(
     shape = measure_shape(skeleton, config)
     available = available_nbytes() if available is None else available
     return make_plan(skeleton.layouts, shape, config, max_buffer_nbytes(), available)
-
-
-def max_buffer_nbytes() -> int:
-    """The largest array that the default device takes, in bytes."""
-    info = mx.device_info()
-    return int(info.get("max_buffer_length", 1 << 46))
-
-
-def available_nbytes() -> int:
-    """Bytes that MLX could allocate now without swapping: of the system, and of the device."""
-    info = mx.device_info()
-    if "free_memory" in info:  # a device with memory of its own (CUDA)
-        return int(info["free_memory"])
-    most = int(info.get("max_recommended_working_set_size", 1 << 62))  # Metal
-    return min(available_memory(), most)
 
 
 def _limit_memory(plan: MemoryPlan) -> None:

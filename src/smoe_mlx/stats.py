@@ -8,9 +8,10 @@ import mlx.nn as nn
 
 from .cache.bets import BetStats
 from .cache.experts import LayerStats, SharedExpertCache
+from .config import StreamingConfig
 from .errors import UnsupportedModelError
 from .forward.decode import Decoding
-from .plan import MemoryPlan, format_bytes
+from .plan import MemoryPlan, ModelShape, format_bytes
 
 
 @dataclass
@@ -21,15 +22,17 @@ class PrefillStats:
     fallback: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Streaming:
-    """What a streamed model carries besides its modules."""
+    """What a streamed model carries besides its modules. `resize` puts another plan here."""
 
     cache: SharedExpertCache
     plan: MemoryPlan
     decoding: Decoding
     hot_per_layer: int = 0
     prefill: PrefillStats = field(default_factory=PrefillStats)
+    config: StreamingConfig = field(default_factory=StreamingConfig)
+    shape: ModelShape | None = None
 
 
 @dataclass(frozen=True)

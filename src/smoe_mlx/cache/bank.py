@@ -33,13 +33,36 @@ class SlotBank:
     def __init__(self, tensors: Sequence[TensorSpec], slots: int):
         self.tensors = tuple(tensors)
         self.slots = slots
+        self.arrays: dict[tuple[str, str], mx.array] = {}
+        self._views: list[memoryview] = []
+        for t in self.tensors:
+            self._allocate(t)
+
+    def _allocate(self, t: TensorSpec) -> memoryview:
         make = _page_aligned_zeros if mx.default_device() == mx.cpu else mx.zeros
-        self.arrays = {
-            (t.projection, t.kind): make((slots, *t.shape), MX_DTYPES[t.dtype]) for t in tensors
-        }
-        mx.eval(list(self.arrays.values()))
+        array = make((self.slots, *t.shape), MX_DTYPES[t.dtype])
+        mx.eval(array)
+        self.arrays[t.projection, t.kind] = array
         # Taken on this thread, once: the address stays the same as long as the array lives.
-        self._views = [memoryview(_bytes_of(a).data) for a in self.arrays.values()]
+        self._views.append(memoryview(_bytes_of(array).data))
+        return self._views[-1]
+
+    def moved(self, slots: int, rows: Sequence[int]) -> "SlotBank":
+        """A bank of `slots` rows, the first ones with the bytes of these rows of this bank.
+
+        This bank is used up: each of its arrays is let go when it has been copied, so that there is
+        never more than one of them beside the new ones. Graphs that read it keep what they read.
+        """
+        new = SlotBank((), slots)
+        for t in self.tensors:
+            source, target = self._views.pop(0), new._allocate(t)
+            for to, at in enumerate(rows):
+                target[to * t.nbytes : (to + 1) * t.nbytes] = source[
+                    at * t.nbytes : (at + 1) * t.nbytes
+                ]
+            del source, self.arrays[t.projection, t.kind]
+        new.tensors = self.tensors
+        return new
 
     def rows(self, slot: int) -> list[memoryview]:
         """The writable bytes of one slot, a view per tensor, in the order of `tensors`."""

@@ -76,7 +76,6 @@ class _Bank:
 
     def __init__(self, layouts: dict[int, ExpertLayout], slots: int, policy: Policy):
         self.layouts, self.slots, self.policy = layouts, slots, policy
-        self.holds_all = slots >= sum(x.num_experts for x in layouts.values())
         # layer -> [E]: the slot of each expert, or -1. Lists: faster than arrays for a few ids.
         self.tables = {i: [-1] * x.num_experts for i, x in layouts.items()}
         self.lookups: dict[int, mx.array] = {}  # layer -> its table for graphs, while it holds
@@ -85,6 +84,10 @@ class _Bank:
         self.landed: set[Key] = set()  # bets that were entered before anybody needed them
         self.forget()
 
+    @property
+    def experts(self) -> int:
+        return sum(x.num_experts for x in self.layouts.values())
+
     def place(self, layer: int, expert: int, slot: int) -> None:
         """An expert is in `slot` now, or in none (-1)."""
         self.lookups.pop(layer, None)
@@ -92,6 +95,7 @@ class _Bank:
 
     def forget(self) -> None:
         """Empty, with no memory: it is allocated when it is first needed."""
+        self.holds_all = self.slots >= self.experts
         self.memory: SlotBank | None = None
         self.resident: dict[int, Arrays] = {}  # layer -> its own rows
         self.lookups.clear()
@@ -164,6 +168,7 @@ class SharedExpertCache:
         self.reader = reader
         self.lock = threading.RLock()
         self.stats = CacheStats([LayerStats() for _ in self.layouts])
+        self._device = mx.default_device()
         self.trace: Callable[[int, np.ndarray], None] | None = None
         self.usage: Usage | None = None
         self._check, self._checked = check, set[Key]()
@@ -227,6 +232,8 @@ class SharedExpertCache:
         rows = bank.resident.get(layer)
         if rows is None:
             with self.lock:
+                if not bank.holds_all:  # slots were given back meanwhile
+                    return None
                 rows = self._load_resident(bank, layer)
         self.stats.layers[layer].resident_calls += 1
         return rows
@@ -592,6 +599,8 @@ class SharedExpertCache:
         claim; no other read waits for them. Call it between `claim_few` and `hold`.
         """
         bank = self._bank_of[layer]
+        if bank.holds_all:  # since `may_bet` was asked
+            return
         table = bank.tables[layer]
         busy = self._claimed | bank.bets.keys()
         missing = [e for e in dict.fromkeys(experts) if table[e] < 0 and (layer, e) not in busy]
@@ -724,8 +733,14 @@ class SharedExpertCache:
         for key in list(bank.bets):
             self._drop(bank, key)
         bank.forget()
-        for layer in {layer for layer, _ in bank.pinned}:
-            experts = [e for i, e in bank.pinned if i == layer]
+        self._load_pins(bank)
+
+    def _load_pins(self, bank: _Bank) -> None:
+        """Read pinned experts that are not in memory. (A bank that holds all reads its layers.)"""
+        pinned = () if bank.holds_all else bank.pinned
+        lacking = [(i, e) for i, e in pinned if bank.tables[i][e] < 0]
+        for layer in {layer for layer, _ in lacking}:
+            experts = [e for i, e in lacking if i == layer]
             self._finish(self._start(bank, layer, experts))
             for e in experts:
                 bank.policy.discard((layer, e))
@@ -803,6 +818,69 @@ class SharedExpertCache:
             for key in sorted(set(keys) - self._hot):
                 self.pin(key[0], [key[1]])
                 self._hot.add(key)
+
+    # ---- resizing ----------------------------------------------------------------------------
+
+    @property
+    def bank_slots(self) -> list[int]:
+        """The slots of each bank."""
+        return [b.slots for b in self._banks]
+
+    def resize(self, slots: Sequence[int]) -> None:
+        """Give each bank another number of slots; any thread may, while another runs the model.
+
+        Of the experts in memory, those stay that the policy would evict last. They are copied to
+        new memory: what was built before reads the old arrays, which nobody writes to any more. So
+        nothing has to be evaluated here, and no result changes. A bank that comes to hold all of
+        its experts starts empty, as after loading.
+
+        Raises:
+            BudgetError: a bank has fewer slots than its pins need. Nothing has changed then.
+            ExpertReadError, CheckpointChangedError: a pinned expert could not be read.
+        """
+        with self.lock, mx.stream(self._device):
+            for bank, n in zip(self._banks, slots, strict=True):
+                if n < 1 or (n <= len(bank.pinned) and n < bank.experts):
+                    raise BudgetError(
+                        f"{n} slots are too few beside {len(bank.pinned)} pinned experts."
+                    )
+            if self._loading is not None:  # an interrupt came between claim_few and finish_few
+                self._recover()
+            for bank, n in zip(self._banks, slots, strict=True):
+                if min(n, bank.experts) != bank.slots:
+                    self._resize(bank, min(n, bank.experts))
+        mx.clear_cache()
+
+    def _resize(self, bank: _Bank, slots: int) -> None:
+        for key in list(bank.bets):
+            self._drop(bank, key)
+        bank.landed.clear()
+        self._claimed = set()
+        if bank.memory is None or slots == bank.experts:
+            bank.slots = slots
+            self._abandon(bank)
+            return
+        if bank.holds_all:  # nothing could be evicted, so the policy knows of no expert
+            for layer, e in sorted(bank.owners().values(), key=lambda key: key[::-1]):
+                if (layer, e) not in bank.pinned:
+                    bank.policy.touch((layer, e))
+        while len(owners := bank.owners()) > slots:
+            self._evict(bank, set())
+        rows = sorted(owners)
+        try:
+            bank.memory = bank.memory.moved(slots, rows)
+        except BaseException:
+            self._abandon(bank)
+            raise
+        for to, at in enumerate(rows):
+            bank.place(*owners[at], to)
+        bank.lookups.clear()
+        bank.resident.clear()
+        bank.slots, bank.holds_all = slots, False
+        bank.free = list(range(len(rows), slots))[::-1]
+        self._load_pins(bank)
+        if self._debug:
+            self.check()
 
     # ---- self-check --------------------------------------------------------------------------
 
