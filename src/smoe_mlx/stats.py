@@ -20,6 +20,25 @@ class PrefillStats:
     fallback: str = ""
 
 
+@dataclass
+class DraftStats:
+    """Counters of speculative decoding.
+
+    Attributes:
+        passes: passes that checked drafts.
+        drafted, accepted: tokens that were drafted, and those of them that came out.
+        plain_passes: passes without drafts though they were asked for: there were none, or passes
+            with drafts were not faster.
+        note: why there could not be any, or "".
+    """
+
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    plain_passes: int = 0
+    note: str = ""
+
+
 @dataclass(frozen=True)
 class Streaming:
     """What a streamed model carries besides its modules."""
@@ -27,6 +46,7 @@ class Streaming:
     cache: SharedExpertCache
     plan: MemoryPlan
     prefill: PrefillStats = field(default_factory=PrefillStats)
+    drafts: DraftStats = field(default_factory=DraftStats)
 
 
 @dataclass(frozen=True)
@@ -46,6 +66,7 @@ class Stats:
         prefill_fallback: why prompts go chunk by chunk instead, or "".
         peak_memory: most bytes that MLX held, of all it did in this process.
         bets: experts that were read ahead, before their layer asked for them.
+        drafts: speculative decoding.
         layers: the counters of each MoE layer.
     """
 
@@ -64,6 +85,7 @@ class Stats:
     peak_memory: int
     plan: MemoryPlan
     bets: BetStats
+    drafts: DraftStats
     layers: tuple[LayerStats, ...]
 
     @property
@@ -98,6 +120,13 @@ class Stats:
             f"peak memory       {format_bytes(self.peak_memory)} "
             f"(plan {format_bytes(self.plan.total)})",
         ]
+        d = self.drafts
+        if d != DraftStats():
+            lines.append(
+                f"drafts            {d.accepted:,} of {d.drafted:,} tokens accepted in "
+                f"{d.passes:,} passes; {d.plain_passes:,} passes without"
+                + (f"; {d.note}" if d.note else "")
+            )
         return "\n".join(lines)
 
 
@@ -138,5 +167,6 @@ def stats(model: nn.Module) -> Stats:
         peak_memory=mx.get_peak_memory(),
         plan=streaming.plan,
         bets=BetStats(**asdict(cache.stats.bets)),
+        drafts=DraftStats(**asdict(streaming.drafts)),
         layers=layers,
     )
