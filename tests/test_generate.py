@@ -14,7 +14,6 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import smoe_mlx
 from smoe_mlx.generate import generate_step as smoe_generate_step
@@ -113,16 +112,6 @@ def test_batch_generate(tiny, tokenizer):
     assert any(expected.texts)
 
 
-def test_speculative_decoding(tiny, tokenizer):
-    folder = tiny("qwen3_moe", "affine")
-    draft = resident(tiny("qwen2_moe", "affine"))
-    expected = mlx_lm.generate(resident(folder), tokenizer, random_tokens(9), max_tokens=12)
-    got = smoe_mlx.generate(
-        streamed(folder), tokenizer, random_tokens(9), max_tokens=12, draft_model=draft
-    )
-    assert got == expected
-
-
 def test_stream_generate_responses_are_mlx_lms(tiny, tokenizer):
     folder = tiny("qwen3_moe", "affine")
     prompt = random_tokens(9)
@@ -165,15 +154,3 @@ def test_bad_calls_are_told_so(tiny, tokenizer):
         list(smoe_mlx.stream_generate(model, tokenizer, [1], max_tokens=0))
     with pytest.raises(smoe_mlx.UnsupportedModelError, match=r"smoe_mlx\.load"):
         list(smoe_mlx.stream_generate(resident(folder), tokenizer, [1]))
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    """The demo's tokenizer, ids folded into the tiny vocabulary."""
-    from pathlib import Path
-
-    from mlx_lm.utils import load_tokenizer
-
-    tokenizer = load_tokenizer(Path(smoe_mlx.__file__).parent / "demo")
-    assert isinstance(tokenizer, TokenizerWrapper)
-    return tokenizer

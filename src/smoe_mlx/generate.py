@@ -26,12 +26,12 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .forward.prefill import prefill
-from .speculative import Drafter, DraftModel
-from .speculative import prompt_lookup as look_up
+from .speculative import Drafter, DraftModel, look_up
 from .stats import streaming_of
 
 # Freed buffers are given back to the system this often (as mlx-lm does).
 CLEAR_CACHE_EVERY = 256
+PROMPT_LOOKUP = 3  # tokens that have to match before drafts are worth a try (benchmarks/README.md)
 
 
 def generate_step(
@@ -52,9 +52,7 @@ def speculative_generate_step(
     stream: Any = generation_stream,
     *,
     num_draft_tokens: int = 3,
-    prompt_lookup: bool = False,
-    prompt_lookup_min: int = 2,
-    prompt_lookup_max: int = 4,
+    prompt_lookup: int | bool = False,
     max_tokens: int = 256,
     sampler: Callable[[mx.array], mx.array] | None = None,
     logits_processors: list[Callable[[mx.array, mx.array], mx.array]] | None = None,
@@ -75,8 +73,8 @@ def speculative_generate_step(
         draft_model: drafts tokens (docs/speculative.md). A `prompt_cache` then holds the model's
             entries and after them the draft model's.
         num_draft_tokens: most tokens that are drafted for one pass.
-        prompt_lookup: draft what followed the last tokens where they came before.
-        prompt_lookup_min, prompt_lookup_max: tokens that must, and that may, match for that.
+        prompt_lookup: draft what followed the last so many tokens where they came before. True
+            is 3.
 
     Raises:
         ValueError: options that do not go together, or an empty prompt.
@@ -91,11 +89,8 @@ def speculative_generate_step(
         raise ValueError("drafts and input_embeddings do not go together")
     if drafting and num_draft_tokens < 1:
         raise ValueError(f"num_draft_tokens={num_draft_tokens}: at least 1")
-    if prompt_lookup and not 1 <= prompt_lookup_min <= prompt_lookup_max:
-        raise ValueError(
-            f"prompt_lookup_min={prompt_lookup_min}, prompt_lookup_max={prompt_lookup_max}: "
-            "at least 1, and not more than the other"
-        )
+    if prompt_lookup < 0:
+        raise ValueError(f"prompt_lookup={prompt_lookup}: a number of tokens, or False")
     if input_embeddings is not None or (streaming.cache.holds_all and not drafting):
         for token, logprobs in mlx_generate_step(
             prompt,
@@ -129,10 +124,11 @@ def speculative_generate_step(
                     f"model's {own} and then the draft model's {len(draft_cache)}"
                 )
             cache, draft_cache = prompt_cache[:own], prompt_cache[own:]
-        second = DraftModel(draft_model, draft_cache, step_size)
+        second = DraftModel(draft_model, draft_cache, step_size, streaming.drafts)
         drafter = Drafter(second, num_draft_tokens, streaming.drafts)
     elif prompt_lookup:
-        propose = functools.partial(look_up, shortest=prompt_lookup_min, longest=prompt_lookup_max)
+        match = PROMPT_LOOKUP if prompt_lookup is True else prompt_lookup
+        propose = functools.partial(look_up, match=match)
         drafter = Drafter(propose, num_draft_tokens, streaming.drafts)
     progress = prompt_progress_callback or (lambda done, total: None)
     sampler = sampler or (lambda logprobs: mx.argmax(logprobs, axis=-1))

@@ -24,25 +24,16 @@ TRY_EVERY = 16  # while drafts pay: passes until one without measures what that 
 WAIT, LONGEST_WAIT = 8, 128  # while they do not: passes until the next try, twice as many each time
 
 
-def prompt_lookup(tokens: "array[int]", n: int, shortest: int, longest: int) -> list[int]:
-    """Draft what followed the last few tokens when they came before (prompt lookup decoding).
-
-    Of all earlier places that match the last `shortest` tokens, the one that matches most of the
-    last `longest` is taken; of several, the latest.
-
-    Returns:
-        n tokens, or none without such a place.
-    """
+def look_up(tokens: "array[int]", n: int, match: int) -> list[int]:
+    """Draft n tokens: what followed the last `match` tokens where they came last (prompt lookup
+    decoding). None if they did not come before."""
     t = np.frombuffer(tokens, np.int64)
-    after = np.flatnonzero(t[:-1] == t[-1]) + 1  # where an earlier occurrence goes on
-    matched = 1
-    while after.size and matched < longest:
-        longer = after[after > matched]
-        longer = longer[t[longer - matched - 1] == t[-matched - 1]]
-        if not longer.size:
-            break
-        after, matched = longer, matched + 1
-    if matched < shortest or not after.size:
+    after = np.arange(match, len(t))  # where an earlier occurrence could go on
+    for i in range(1, match + 1):
+        if not after.size:
+            return []
+        after = after[t[after - i] == t[-i]]
+    if not after.size:
         return []
     drafts: list[int] = t[after[-1] : after[-1] + n].tolist()
     for i in range(n - len(drafts)):  # the text repeats itself: so do the drafts
@@ -61,14 +52,15 @@ class DraftModel:
         step_size: tokens that pass the draft model at a time.
     """
 
-    def __init__(self, model: nn.Module, cache: list[Any], step_size: int):
-        self.model, self.cache, self.step_size = model, cache, step_size
+    def __init__(self, model: nn.Module, cache: list[Any], step_size: int, counts: DraftStats):
+        self.model, self.cache, self.step_size, self.counts = model, cache, step_size, counts
         self._known = 0  # tokens of the text that the cache holds...
         self._guesses: list[int] = []  # ...and the drafts that it holds beyond
 
     def __call__(self, tokens: "array[int]", n: int) -> list[int]:
         """n drafts that follow `tokens`; none if they could not be taken back."""
-        if room_of(self.cache) < len(tokens) - self._known + n:
+        if stuck := kinds_without_room(self.cache, len(tokens) - self._known + n):
+            self.counts.note = f"{stuck} of the draft model cannot take tokens back"
             return []
         logits = self.feed(tokens)
         drafts: list[mx.array] = []
@@ -82,9 +74,10 @@ class DraftModel:
         return out
 
     def feed(self, tokens: "array[int]") -> mx.array:
-        """Make the cache hold `tokens`, and return the logits [1, n, vocab] of the last n of them.
+        """Make the cache hold `tokens`: those it held, but for the last, and more.
 
-        Tokens are only ever added to a text, but the last may be left out.
+        Returns:
+            Logits [1, n, vocab] of the last n of them, not evaluated.
         """
         right = 0
         for guess, token in zip(self._guesses, tokens[self._known :], strict=False):
@@ -94,13 +87,15 @@ class DraftModel:
         held = self._known + len(self._guesses)
         self._known, self._guesses = min(self._known + right, len(tokens)), []
         trim_prompt_cache(self.cache, held - self._known)
-        logits = mx.array([])
-        while self._known < len(tokens):
-            if logits.size:
-                mx.eval([c.state for c in self.cache])
-            chunk = tokens[self._known : self._known + self.step_size]
-            logits = self.model(mx.array([chunk.tolist()]), cache=self.cache)
-            self._known += len(chunk)
+        while (more := len(tokens) - self._known) > 2:  # as mlx-lm, no head but for the last
+            self._pass(tokens, min(self.step_size, more - 1))
+            mx.eval([c.state for c in self.cache])
+        return self._pass(tokens, more) if more else mx.array([])
+
+    def _pass(self, tokens: "array[int]", n: int) -> mx.array:
+        chunk = tokens[self._known : self._known + n].tolist()
+        self._known += n
+        logits: mx.array = self.model(mx.array([chunk]), cache=self.cache)
         return logits
 
 
@@ -112,6 +107,11 @@ def room_of(cache: Iterable[Any], quantized_from: float = math.inf) -> float:
             not accepted must not bring about.
     """
     return min((_room(entry, quantized_from) for entry in cache), default=math.inf)
+
+
+def kinds_without_room(cache: Iterable[Any], tokens: int) -> str:
+    """The kinds of entries that could not take back so many tokens, or ""."""
+    return ", ".join(sorted({type(c).__name__ for c in cache if room_of([c]) < tokens}))
 
 
 def _room(entry: Any, quantized_from: float) -> float:
@@ -154,8 +154,8 @@ class Drafter:
         drafts: list[int] = []
         if n >= 1 and self.payoff.allows():
             drafts = self.propose(tokens, int(n))
-        elif stuck := {type(entry).__name__ for entry in cache if room_of([entry]) < 2}:
-            self.counts.note = f"{', '.join(sorted(stuck))} could not take tokens back"
+        elif stuck := kinds_without_room(cache, 2):
+            self.counts.note = f"{stuck} cannot take tokens back"
         self.counts.passes += bool(drafts)
         self.counts.plain_passes += not drafts
         self.counts.drafted += len(drafts)
