@@ -21,7 +21,7 @@ from .stats import DraftStats
 DECAY = 0.9  # weight of a pass's time and tokens after one more of its kind
 ENOUGH = 4  # passes of each kind before they are compared
 TRY_EVERY = 16  # while drafts pay: passes until one without measures what that takes now
-WAIT, LONGEST_WAIT = 8, 128  # while they do not: passes until the next try, twice as many each time
+PRICE = 0.03  # while they do not: share of the time that tries may cost
 
 
 def look_up(tokens: "array[int]", n: int, match: int) -> list[int]:
@@ -180,6 +180,10 @@ class _Pace:
             self.tokens = DECAY * self.tokens + tokens
             self.seconds = DECAY * self.seconds + seconds
 
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
 
 class Payoff:
     """Whether passes with drafts give tokens faster than passes without, by those seen lately."""
@@ -187,29 +191,28 @@ class Payoff:
     def __init__(self) -> None:
         self._plain, self._drafted = _Pace(), _Pace()
         self._since_plain = 0
-        self._wait = self._left = 0
+        self._wait = 0.0  # passes until the next try, while drafts do not pay
 
     def allows(self) -> bool:
         """Whether the coming pass should have drafts. Ask once for each pass."""
         plain, drafted = self._plain, self._drafted
         if plain.passes < ENOUGH:
             return False
-        if drafted.passes < ENOUGH or self._faster(drafted.tokens, drafted.seconds):
+        if drafted.passes < ENOUGH or self._lost(drafted.tokens, drafted.seconds) < 0:
             return self._since_plain < TRY_EVERY
-        self._left -= 1
-        return self._left < 0
+        self._wait -= 1
+        return self._wait < 0
 
     def saw(self, drafted: bool, tokens: int, seconds: float) -> None:
         """A pass gave so many tokens in so many seconds, drafting included."""
-        if not drafted:
+        if drafted:
+            self._since_plain += 1
+            self._drafted.add(tokens, seconds)
+            self._wait = self._lost(tokens, seconds) / PRICE
+        else:
             self._since_plain = 0
             self._plain.add(tokens, seconds)
-            return
-        self._since_plain += 1
-        self._drafted.add(tokens, seconds)
-        paid = self._faster(tokens, seconds)
-        self._wait = 0 if paid else min(max(2 * self._wait, WAIT), LONGEST_WAIT)
-        self._left = self._wait
 
-    def _faster(self, tokens: float, seconds: float) -> bool:
-        return tokens * self._plain.seconds > self._plain.tokens * seconds
+    def _lost(self, tokens: float, seconds: float) -> float:
+        """By how many passes without drafts these tokens were late; negative if they were early."""
+        return seconds * self._plain.speed - tokens
