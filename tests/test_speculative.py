@@ -121,13 +121,14 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_options_work_as_without_drafts(option, tiny, draft):
+@pytest.mark.parametrize("slots", [0.5, 1.0])
+def test_options_work_as_without_drafts(slots, option, tiny, draft):
     """A seed gives the same text: nothing is sampled for a draft, or for what a wrong one drags."""
     folder, prompt = tiny("qwen3_moe"), random_tokens(9)
     options = {k: make() for k, make in OPTIONS[option].items()}
     expected, logprobs = without(resident(folder), prompt, 30, **options)
     draft(prompt + expected)
-    got = run(streamed(folder), prompt, 30, **options)
+    got = run(streamed(folder, slots), prompt, 30, **options)
     assert got[0] == expected
     assert mx.allclose(got[1], logprobs, rtol=1e-3, atol=1e-3).item()
     assert sum(got[2]) > 10

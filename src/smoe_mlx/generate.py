@@ -26,7 +26,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .forward.prefill import prefill
-from .speculative import Drafter, DraftModel, look_up
+from .speculative import Drafter, DraftModel, look_up, room_of
 from .stats import streaming_of
 
 # Freed buffers are given back to the system this often (as mlx-lm does).
@@ -165,7 +165,7 @@ def speculative_generate_step(
             total = len(prompt)
             progress(0, total)
             logits = prefill(model, streaming, prompt, cache, step_size, quantize_cache, progress)
-            if second is not None:
+            if second is not None and room_of(cache) >= 2:
                 second.feed(text)
             token, logprobs = emit(logits, prompt)
             progress(total, total)
@@ -183,8 +183,9 @@ def speculative_generate_step(
                 if from_draft:  # the last pass went on from this very token
                     row, ahead = row + 1, ahead - 1
                 else:
-                    trim_prompt_cache(cache, ahead)
-                    ahead = 0
+                    if ahead:
+                        trim_prompt_cache(cache, ahead)
+                        ahead = 0
                     if drafter is not None:
                         if seconds:
                             drafter.saw(drafts, row + 1, seconds)

@@ -152,8 +152,9 @@ class Drafter:
         """At most `most` drafts that follow `tokens`, the last of which is not in the cache yet."""
         n = min(self.num_draft_tokens, most, room_of(cache, quantized_from) - 1)
         drafts: list[int] = []
-        if n >= 1 and self.payoff.allows():
-            drafts = self.propose(tokens, int(n))
+        if n >= 1:
+            if self.payoff.allows():
+                drafts = self.propose(tokens, int(n))
         elif stuck := kinds_without_room(cache, 2):
             self.counts.note = f"{stuck} cannot take tokens back"
         self.counts.passes += bool(drafts)
