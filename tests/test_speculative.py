@@ -235,6 +235,16 @@ def test_no_limit_of_tokens(tiny, draft):
     assert [next(steps)[0] for _ in expected] == expected
 
 
+def test_no_more_is_drafted_than_is_wanted(tiny, draft):
+    folder, prompt = tiny("qwen3_moe"), random_tokens(5)
+    expected, _ = without(resident(folder), prompt)
+    draft(prompt + expected)
+    model = streamed(folder)
+    assert run(model, prompt, 4)[2] == [False, True, True, False]
+    drafts = smoe_mlx.stats(model).drafts
+    assert (drafts.passes, drafts.drafted, drafts.plain_passes) == (1, 2, 0)
+
+
 def test_bad_calls_are_told_so(tiny):
     folder = tiny("qwen3_moe")
     model, prompt = streamed(folder), mx.array([1, 2])
@@ -297,6 +307,13 @@ def test_drafts_that_pay_are_used():
     assert not all(kinds[-2 * TRY_EVERY :])  # what a pass without takes is still looked at
     kinds, _ = simulate(Payoff(), lambda i: i % 4, cost=2.2)  # 2.5 tokens
     assert sum(kinds) > 1000
+
+
+def test_first_passes_only_warm_up():
+    payoff = Payoff()
+    payoff.saw(False, 1, 1000.0)  # kernels are compiled, experts are read
+    payoff.saw(True, 1, 1000.0)
+    assert sum(simulate(payoff, lambda i: 0)[0]) < 50
 
 
 @pytest.mark.parametrize("cost", [1.1, 2.0, 30.0])
