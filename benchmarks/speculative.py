@@ -102,7 +102,8 @@ def run_arm(args: argparse.Namespace, name: str, way: str, num_draft_tokens: str
     if way.startswith("draft"):
         options["draft_model"] = mlx_lm.load(str(find_model(args.draft_model or args.model)))[0]
         if not args.draft_model:
-            del options["draft_model"].layers[args.draft_layers :]
+            backbone = options["draft_model"].model
+            backbone.layers = backbone.layers[: args.draft_layers]
     if way.endswith("-always"):
         Payoff.allows = lambda self: True
     text, temp = TEXTS[name]
