@@ -1,8 +1,8 @@
 """Speculative decoding: where drafts come from, and whether they pay.
 
-Several tokens in one pass share its fixed cost, and an expert that two of them want is read once. But
-a pass over n tokens wants up to n times as many experts, and a draft that is wrong has wasted its
-share. So drafts are used while they are measured to be faster, and only then.
+Several tokens in one pass share its fixed cost, and an expert that two of them want is read once.
+But a pass over n tokens wants up to n times as many experts, and a draft that is wrong has wasted
+its share. So drafts are used while they are measured to be faster, and only then.
 """
 
 import math
