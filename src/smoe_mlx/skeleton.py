@@ -555,10 +555,12 @@ def _score_nbytes(
         rows += heads
     rows += 2 * int(text.get("index_n_heads") or 0)
     states = [0]
-    if not mx.metal.is_available():
-        recurrent = [c.cache for c in cache if isinstance(c, ArraysCache)]
-        # A quarter for what goes into a step and comes out.
-        states += [a.nbytes * 5 // 4 for c in recurrent for a in c if isinstance(a, mx.array)]
+    for c in cache:
+        for a in c.cache if isinstance(c, ArraysCache) else ():
+            if isinstance(a, mx.array) and a.shape[-1] == text.get("mamba_d_state"):
+                states.append(a.nbytes * 16)  # Jamba copies the states of all tokens for each
+            elif isinstance(a, mx.array) and not mx.metal.is_available():
+                states.append(a.nbytes * 5 // 4)  # a quarter for what goes in and comes out
     return max((rows * itemsize + masks) * context, *states)
 
 
