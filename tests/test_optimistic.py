@@ -82,6 +82,19 @@ def test_what_a_failed_pass_saw_is_read_ahead_and_used(mode, slow_disk):
     assert equal(decode_logits(model, 20), decode_logits(resident(DEMO), 20))
     bets = stats(model).bets
     assert bets.used > bets.issued / 2 > 0
+    assert bets.used + bets.late + bets.wasted + bets.cancelled <= bets.issued
+
+
+@pytest.mark.parametrize("mode", OPTIMISTIC)
+def test_each_expert_of_a_token_is_counted_once(mode, slow_disk):
+    model = open_model(DEMO, mode, 0.5, debug=True)
+    assert model._streaming.decoding.optimistic.ready(model)
+    cache, before = make_prompt_cache(model), stats(model)
+    for t in TOKENS[:20]:
+        step(model, t, cache)
+    after = stats(model)
+    assert after.failed_passes > 20
+    assert after.hits + after.misses - before.hits - before.misses == 20 * 8 * 8
 
 
 @pytest.mark.parametrize("mode", OPTIMISTIC)
@@ -128,17 +141,27 @@ def test_a_table_that_changes_under_a_pass_is_a_miss(mode, tiny):
     folder = tiny("qwen3_moe")
     model = open_model(folder, mode, 0.8, debug=True)
     experts = model._streaming.cache
-    look_up = experts.lookup
+    look_up, moves = experts.lookup, 0
 
-    def look_up_and_evict(layer):
+    def look_up_and_move(layer):
+        """Right after the look-up, two experts of the layer change places, bytes and all."""
+        nonlocal moves
         found = look_up(layer)
         bank = experts._bank_of[layer]
-        if len(bank.free) < 4:
-            experts._evict(bank, ())
+        there = [e for e, slot in enumerate(bank.tables[layer]) if slot >= 0]
+        if experts.defer is not None and len(there) > 1:
+            mx.eval(found)
+            slots = [bank.tables[layer][e] for e in there[:2]]
+            for a, b in zip(*(bank.memory.rows(slot) for slot in slots), strict=True):
+                a[:], b[:] = bytes(b), bytes(a)
+            for e, slot in zip(there[:2], slots[::-1], strict=True):
+                bank.place(layer, e, slot)
+            moves += 1
         return found
 
-    experts.lookup = look_up_and_evict
+    experts.lookup = look_up_and_move
     assert equal(decode_logits(model), decode_logits(resident(folder)))
+    assert moves
 
 
 @pytest.mark.parametrize("mode", OPTIMISTIC)
