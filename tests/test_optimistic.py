@@ -4,9 +4,18 @@ import errno
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import STREAMED, random_tokens, resident, same_bits
+from conftest import (
+    CONFIGS,
+    STREAMED,
+    random_model,
+    random_tokens,
+    resident,
+    same_bits,
+    save_checkpoint,
+)
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step as mlx_generate_step
 from mlx_lm.models import cache as caches
@@ -17,6 +26,7 @@ from smoe_mlx import StreamingConfig, stats
 from smoe_mlx.forward import decode, optimistic, rollback
 from smoe_mlx.forward.decode import Chooser
 from smoe_mlx.generate import generate_step
+from smoe_mlx.layers.switch import StreamingSwitchGLU
 from smoe_mlx.load import load_model
 
 DEMO = Path(smoe_mlx.__file__).parent / "demo"
@@ -162,6 +172,49 @@ def test_a_table_that_changes_under_a_pass_is_a_miss(mode, tiny):
     experts.lookup = look_up_and_move
     assert equal(decode_logits(model), decode_logits(resident(folder)))
     assert moves
+
+
+class Beside(nn.Module):
+    """MoE layers side by side: none depends on what another one computed."""
+
+    class Layer(nn.Module):
+        def __init__(self, switch, routing):
+            super().__init__()
+            self.switch, self._routing = switch, routing
+
+        def __call__(self, x, token):
+            return self.switch(x, mx.take(self._routing, token, axis=0)).sum(axis=-2)
+
+    def __init__(self, switches, routing, dims):
+        super().__init__()
+        self.layers = [self.Layer(s, mx.array(r)) for s, r in zip(switches, routing, strict=True)]
+        self._inputs = mx.random.normal((len(routing[0]), dims))
+
+    def __call__(self, tokens, cache):
+        x = mx.take(self._inputs, tokens, axis=0)
+        return sum(layer(x, tokens) for layer in self.layers)
+
+
+def test_slots_are_not_rewritten_before_verified_layers_were_computed(tmp_path):
+    """Here nothing that follows would have made MLX compute them."""
+    config = {**CONFIGS["qwen3_moe"], "num_hidden_layers": 4}
+    folder = save_checkpoint(tmp_path / "model", random_model(config), config)
+    draw = np.random.default_rng(0)
+    routing = [[draw.permutation(8)[:2].tolist() for _ in range(30)] for _ in range(4)]
+    outputs = {}
+    for slots in (31, 5):
+        streamed = open_model(folder, "lag1", slots, lookahead=False)
+        switches = [m for _, m in streamed.named_modules() if isinstance(m, StreamingSwitchGLU)]
+        switches.sort(key=lambda s: s._layer)
+        mx.random.seed(1)
+        model = Beside(switches, routing, config["hidden_size"])
+        experts = streamed._streaming.cache
+        decoder = optimistic.OptimisticDecoder(model, experts)
+        decoder._tested = True  # it wants a whole model
+        optimistic._swap_layer_classes(model, decoder)
+        outputs[slots] = [decoder.step(model, mx.array([[t]]), [], 1) for t in range(30)]
+        assert decoder.failed
+    assert equal(outputs[31], outputs[5])
 
 
 @pytest.mark.parametrize("mode", OPTIMISTIC)
