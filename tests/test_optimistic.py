@@ -93,6 +93,11 @@ def test_what_a_failed_pass_saw_is_read_ahead_and_used(mode, slow_disk):
     bets = stats(model).bets
     assert bets.used > bets.issued / 2 > 0
     assert bets.used + bets.late + bets.wasted + bets.cancelled <= bets.issued
+    failed = stats(model).failed_passes
+    model = open_model(DEMO, mode, 0.5, lookahead=False, debug=True)
+    model._streaming.decoding.optimistic._take_guesses = lambda: None
+    list(decode_logits(model, 20))
+    assert stats(model).failed_passes > failed  # without what was seen, more is missing
 
 
 @pytest.mark.parametrize("mode", OPTIMISTIC)
