@@ -299,7 +299,8 @@ def test_a_model_that_resists_is_decoded_the_exact_way(tiny, monkeypatch):
     assert "only exact" in str(s)
 
 
-def test_lossy_decode_is_never_silent_and_is_exact_with_all_in_memory(tiny):
+def test_lossy_decode_is_never_silent_and_is_exact_with_all_in_memory(tiny, capsys):
+    tokenizer = smoe_mlx.load("demo", slots=0.5)[1]
     folder = tiny("qwen3_moe")
     expected = list(decode_logits(resident(folder)))
     model = open_model(folder, "lossy", 0.4, debug=True)
@@ -307,6 +308,12 @@ def test_lossy_decode_is_never_silent_and_is_exact_with_all_in_memory(tiny):
     s = stats(model)
     assert s.dropped > 0
     assert f"LOSSY             {s.dropped:,} experts left out" in str(s)
+    from smoe_mlx.cli import one_line
+
+    last = list(smoe_mlx.stream_generate(model, tokenizer, "a", max_tokens=3))[-1]
+    assert f"LOSSY ({stats(model).dropped:,} experts left out)" in one_line(last, stats(model))
+    smoe_mlx.generate(model, tokenizer, "a", max_tokens=3, verbose=True)
+    assert "LOSSY: " in capsys.readouterr().out
     # What a first time through left out is there the second time, where room is.
     layers = model._streaming.cache.layouts
     model = open_model(folder, "lossy", sum(x.num_experts for x in layers) - 1, debug=True)

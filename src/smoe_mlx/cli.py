@@ -422,10 +422,11 @@ def one_line(response: Any, s: Stats) -> str:
     """The line of truth after a generation."""
     rate = f"{100 * s.hit_rate:.0f} % hits" if s.hits + s.misses else "all experts in memory"
     d = s.drafts
-    drafts = f"{d.accepted:,} of {d.drafted:,} drafts accepted, " if d.passes else ""
-    drafts += f"{d.note}, " if d.note else ""
+    notes = f"{d.accepted:,} of {d.drafted:,} drafts accepted, " if d.passes else ""
+    notes += f"{d.note}, " if d.note else ""
+    notes += f"LOSSY ({s.dropped:,} experts left out), " if s.dropped else ""
     return (
-        f"{response.generation_tps:.1f} tok/s, {drafts}{rate}, {format_bytes(s.bytes_read)} read, "
+        f"{response.generation_tps:.1f} tok/s, {notes}{rate}, {format_bytes(s.bytes_read)} read, "
         f"peak {format_bytes(s.peak_memory)} (plan {format_bytes(s.plan.total)}: "
         f"{s.plan.slots:,} of {s.plan.num_experts:,} experts)"
     )

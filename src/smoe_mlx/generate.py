@@ -303,4 +303,6 @@ def generate(
             f"{r.generation_tokens} at {r.generation_tps:.1f} tok/s, "
             f"peak memory {r.peak_memory:.3f} GB"
         )
+        if dropped := streaming_of(model).decoding.dropped:
+            print(f"LOSSY: {dropped:,} experts left out, not the model's own answer")
     return text
