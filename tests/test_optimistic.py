@@ -1,6 +1,7 @@
 """Optimistic decode: the bits of the exact way, whatever is missed; nothing is kept of failures."""
 
 import errno
+import threading
 from pathlib import Path
 
 import mlx.core as mx
@@ -252,16 +253,45 @@ def test_a_failed_read_leaves_the_prompt_cache_as_it_was(mode, tiny, monkeypatch
     assert failures
 
 
-def test_other_threads_and_the_plain_call_go_the_exact_way(tiny):
+def test_the_plain_call_goes_the_exact_way(tiny):
     folder = tiny("qwen3_moe")
-    model = open_model(folder, "token", debug=True)
-    list(decode_logits(model, 2))
-    cache, other = make_prompt_cache(model), make_prompt_cache(resident(folder))
-    reference = resident(folder)
-    x = mx.array([TOKENS[:7]])
-    assert same_bits(model(x, cache=cache), reference(x, cache=other))
-    x = mx.array([[3]])
-    assert same_bits(model(x, cache=cache), reference(x, cache=other))
+    model, reference = open_model(folder, "token", debug=True), resident(folder)
+    cache, other = make_prompt_cache(model), make_prompt_cache(reference)
+    for x in (mx.array([TOKENS[:7]]), mx.array([[3]])):
+        assert same_bits(model(x, cache=cache), reference(x, cache=other))
+    assert stats(model).decoded["token"] == 0
+
+
+def test_another_thread_waits_for_the_step_and_is_no_part_of_it(tiny):
+    folder = tiny("qwen3_moe")
+    model, reference = open_model(folder, "token", 0.5, debug=True), resident(folder)
+    cache, other = make_prompt_cache(model), make_prompt_cache(reference)
+    step(model, TOKENS[0], cache)
+    step(reference, TOKENS[0], other)
+    switch = next(m for _, m in model.named_modules() if isinstance(m, StreamingSwitchGLU))
+    plain = next(m for n, m in reference.named_modules() if n.endswith("switch_mlp"))
+    x, ids = mx.random.normal((1, 1, CONFIGS["qwen3_moe"]["hidden_size"])), mx.array([[[5, 1]]])
+    mx.eval(x, ids)
+    experts, results, threads = model._streaming.cache, [], []
+    look_up = experts.lookup
+
+    def work():
+        with mx.stream(mx.new_stream(mx.cpu)):
+            results.append(switch(x, ids))
+            mx.eval(results)
+
+    def look_up_beside(layer):
+        if not threads:
+            threads.append(threading.Thread(target=work))
+            threads[0].start()
+            threads[0].join(0.3)  # it waits for the lock by then
+        return look_up(layer)
+
+    experts.lookup = look_up_beside
+    for t in TOKENS[1:6]:
+        assert same_bits(step(model, t, cache), step(reference, t, other))
+    threads[0].join()
+    assert same_bits(results[0], plain(x, ids))
 
 
 def test_a_trace_and_the_panel_see_true_routing(tiny):
