@@ -1,0 +1,226 @@
+"""The thread that generates: one request after the other, in the order of arrival."""
+
+import itertools
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from queue import Empty, Queue
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.server import (
+    CompletionRequest,
+    GenerationArguments,
+    GenerationContext,
+    Response,
+    ResponseGenerator,
+    _format_top_logprobs,
+    _make_logits_processors,
+    _make_sampler,
+)
+
+from .errors import RequestError
+from .fleet import Fleet
+from .metrics import Metrics
+from .sessions import Kind, Sessions
+from .text import StopWords, plain_words
+from .turn import Stopped, stream_answer
+
+PROGRESS_SECONDS = 0.5  # between two words about the progress of a prompt
+
+
+@dataclass
+class Request(CompletionRequest):
+    """A request, and what its client and its protocol need to know of the answer.
+
+    Attributes:
+        gone: whether the client has closed the connection.
+        ctx: mlx-lm's context of the answer, once there is one.
+        stop_word: the stop word that ended the answer.
+    """
+
+    gone: Any = field(default=lambda: False)
+    ctx: GenerationContext | None = None
+    stop_word: str | None = None
+
+
+class Generator(ResponseGenerator):
+    """mlx-lm's response generator, generating with this library and keeping sessions."""
+
+    def __init__(self, fleet: Fleet, sessions: Sessions, metrics: Metrics, max_queue: int):
+        self.sessions, self.metrics, self.max_queue = sessions, metrics, max_queue
+        self.ready = threading.Event()
+        self.failure: BaseException | None = None
+        super().__init__(fleet, sessions)
+
+    def wait_ready(self) -> None:
+        """Wait until the first model is loaded; raises what prevented that."""
+        self.ready.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    def generate(
+        self, request: Any, generation_args: GenerationArguments, progress_callback: Any = None
+    ) -> Any:
+        if self.requests.qsize() >= self.max_queue:
+            raise RequestError(503, "too many requests are waiting; try again later", "overloaded")
+        return super().generate(request, generation_args, progress_callback)
+
+    def _run_generate(self) -> None:
+        try:
+            self.model_provider.load_default()
+        except BaseException as e:
+            self.failure = e
+            return
+        finally:
+            self.ready.set()
+        try:
+            super()._run_generate()
+            self.sessions.evict()
+        finally:
+            mx.clear_streams()  # else MLX aborts the process at its end
+            self._refuse_waiting()
+
+    def _refuse_waiting(self) -> None:
+        while True:
+            try:
+                self.requests.get_nowait()[0].put(_stopping())
+            except Empty:
+                return
+
+    def _next_request(self, timeout: float | None = None) -> Any:
+        """Requests whose client has gone are left out before a model is loaded for them."""
+        found = super()._next_request(timeout)
+        if found is not None and found[1].gone():
+            found[0].put(Stopped())
+            self.metrics.count("cancelled")
+            return None
+        return found
+
+    def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        try:
+            tokenizer = plain_words(tokenizer, request.messages)
+            return super()._tokenize(tokenizer, request, args)
+        except Exception as e:  # templates raise what they like
+            raise RequestError(400, f"the messages cannot be put into a prompt: {e}") from e
+
+    def _serve_single(self, request: Any, stream: Any) -> None:
+        rqueue, request, args = request
+        try:
+            self._answer(rqueue, request, args, stream)
+            rqueue.put(None)
+        except Stopped as e:
+            self.metrics.count("cancelled")
+            rqueue.put(_stopping() if self._stop else e)
+        except Exception as e:
+            if not isinstance(e, RequestError):
+                logging.exception("a request failed")
+            rqueue.put(e)
+
+    def _answer(self, rqueue: Queue, request: Request, args: Any, stream: Any) -> None:
+        """mlx-lm's `_serve_single`, which calls mlx-lm's generation by name, with ours."""
+        fleet: Any = self.model_provider
+        name, model, tokenizer = fleet.model_key, fleet.model, fleet.tokenizer
+        prompt, segments, types, initial_state, _ = self._tokenize(tokenizer, request, args)
+        max_tokens = _within_context(len(prompt), args.max_tokens, fleet.resident[name].plan)
+        _, text_sm = self._make_state_machine(name, tokenizer, args.stop_words)
+        cache, reused = self.sessions.take(
+            name, prompt, self._reserve(fleet.resident[name].plan, len(prompt) + max_tokens)
+        )
+        ctx = GenerationContext(
+            has_thinking=tokenizer.has_thinking,
+            has_tool_calling=tokenizer.has_tool_calling,
+            tool_parser=tokenizer.tool_parser,
+            text_sm=text_sm,
+            initial_state=initial_state,
+            prompt=prompt,
+            prompt_cache_count=reused,
+        )
+        request.ctx = ctx
+        rqueue.put(ctx)
+        last_word = time.monotonic()
+
+        def check() -> None:
+            if self._stop or ctx._should_stop or request.gone():
+                raise Stopped()
+
+        def progress(done: int, total: int) -> None:
+            nonlocal last_word
+            check()
+            if time.monotonic() - last_word >= PROGRESS_SECONDS:
+                last_word = time.monotonic()
+                rqueue.put((reused + done, reused + total))
+
+        if args.seed is not None:
+            mx.random.seed(args.seed)
+        stop_words = StopWords(args.stop_words)
+        responses = stream_answer(
+            self.sessions,
+            name,
+            model,
+            tokenizer,
+            prompt,
+            cache,
+            reused,
+            _marks(segments, types, len(prompt)),
+            stream=stream,
+            max_tokens=max_tokens,
+            sampler=_make_sampler(args, tokenizer),
+            logits_processors=_make_logits_processors(args),
+            prefill_step_size=self.cli_args.prefill_step_size,
+            kv_bits=self.cli_args.kv_bits,
+            kv_group_size=self.cli_args.kv_group_size,
+            quantized_kv_start=self.cli_args.quantized_kv_start,
+            prompt_progress_callback=progress,
+        )
+        with self.metrics.answer(len(prompt), reused) as seen:
+            try:
+                for r in responses:
+                    seen(r)
+                    text, finish = r.text, r.finish_reason
+                    top = _format_top_logprobs(r.logprobs, args.top_logprobs, tokenizer)
+                    logprob = r.logprobs[r.token].item()
+                    if finish != "stop" and (found := stop_words.find(text)):
+                        text, request.stop_word = found
+                        if text:  # mlx-lm drops the text of a response that says "stop"
+                            rqueue.put(Response(text, r.token, logprob, None, top))
+                        text, finish = "", "stop"
+                    rqueue.put(Response(text, r.token, logprob, finish, top))
+                    if finish is not None:
+                        break
+                    check()
+            finally:
+                responses.close()
+
+    def _reserve(self, plan: Any, tokens: int) -> int:
+        """What a request may take of the memory of sessions: its KV cache is part of it, unless
+        sessions have memory of their own."""
+        if self.cli_args.prompt_cache_bytes is not None:
+            return 0
+        step = 256  # mlx-lm's caches grow by so many tokens
+        return int(plan.kv_cache * -(-tokens // step) * step / plan.context)
+
+
+def _stopping() -> RequestError:
+    return RequestError(503, "the server is stopping", "overloaded")
+
+
+def _within_context(prompt: int, max_tokens: int, plan: Any) -> int:
+    """The most tokens that an answer may have."""
+    if prompt >= plan.context:
+        raise RequestError(
+            400,
+            f"the prompt has {prompt} tokens; memory is planned for a context of {plan.context}. "
+            "Start the server with a larger --context.",
+            "context_length_exceeded",
+        )
+    return min(max_tokens, int(plan.context) - prompt)
+
+
+def _marks(segments: list[list[int]], types: list[str], total: int) -> list[tuple[int, Kind]]:
+    """Where a later prompt may depart: where mlx-lm's segments "system" and "user" end. One token
+    of the prompt has to be left to ask."""
+    ends = dict(zip(types, itertools.accumulate(map(len, segments)), strict=True))
+    marks: list[tuple[int, Kind]] = [(ends["system"], "system")] if "system" in ends else []
+    return [*marks, (min(ends.get("user", total), total - 1), "prompt")]
