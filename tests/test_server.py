@@ -107,20 +107,6 @@ def server():
         yield client
 
 
-@pytest.fixture
-def prefilled(monkeypatch):
-    """The number of tokens of each prompt that really went through the model."""
-    lengths = []
-    original = GENERATE.prefill
-
-    def counting(model, streaming, prompt, *args):
-        lengths.append(len(prompt))
-        return original(model, streaming, prompt, *args)
-
-    monkeypatch.setattr(GENERATE, "prefill", counting)
-    return lengths
-
-
 # ---- what there is -------------------------------------------------------------------------------
 
 
