@@ -18,6 +18,7 @@ from smoe_mlx import cli
 from smoe_mlx.errors import SmoeError
 from smoe_mlx.server.app import running
 from smoe_mlx.server.fleet import parse_models
+from smoe_mlx.server.text import StopWords
 
 GENERATE = sys.modules["smoe_mlx.generate"]  # the module, not the function
 SECONDS = 60  # the longest wait for anything
@@ -178,6 +179,23 @@ def test_stop_words_wherever_tokens_begin(server):
     answer = server.chat("Tell me of the sea.", max_tokens=16, stop=word)
     assert text_of(answer) == text[: text.index(word)]
     assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 20])
+def test_stop_words_in_pieces(size):
+    text = "one two three four"
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    for word, others in (("two", ["zzz"]), ("ee f", ["four"]), ("o", ["n", "t"])):
+        seen, found = "", None
+        stop = StopWords([*others, word, ""])
+        for piece in pieces:
+            if found := stop.find(piece):
+                break
+            seen += piece
+        before, hit = found
+        assert hit == min([w for w in [*others, word] if w in text], key=text.index)
+        assert text[: text.index(hit)] == (seen + before)[: text.index(hit)]
+        assert len(before) < len(piece)
 
 
 def test_control_tokens_of_users_are_text(server):

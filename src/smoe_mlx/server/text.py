@@ -36,18 +36,19 @@ class PlainWords:
             tokens += self._tokenizer.encode(rest[:at], **kwargs)
             if i < 0:
                 break
-            tokens += self._tokenizer.encode(
-                self._words[i], add_special_tokens=False, split_special_tokens=True
-            )
-            rest = rest[at + len(_MARK.format(i)) :]
             kwargs["add_special_tokens"] = False
+            for part in (self._words[i][:1], self._words[i][1:]):
+                tokens += self._tokenizer.encode(part, **kwargs)
+            rest = rest[at + len(_MARK.format(i)) :]
         return tokens
 
 
 def plain_words(tokenizer: Any, messages: list[dict[str, Any]]) -> Any:
     """The tokenizer for these messages; where control tokens stand in them, they are marked."""
-    decoder = getattr(tokenizer, "added_tokens_decoder", {})
-    control = sorted({str(t) for t in decoder.values()}, key=len, reverse=True)
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    # Some tokenizers also add runs of spaces and the like: those are no control tokens.
+    control = [t.content for t in added if t.special or t.content[0] in "<["]
+    control.sort(key=len, reverse=True)
     if not any(word in text for text in _texts(messages) for word in control):
         return tokenizer
 
@@ -94,5 +95,5 @@ class StopWords:
         if found:
             at, word = min(found)
             return piece[: max(0, at - len(self._tail))], word
-        self._tail = text[len(text) - self._keep :] if self._keep else ""
+        self._tail = text[-self._keep :] if self._keep else ""
         return None

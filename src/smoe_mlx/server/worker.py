@@ -116,6 +116,7 @@ class Generator(ResponseGenerator):
         except Exception as e:
             if not isinstance(e, RequestError):
                 logging.exception("a request failed")
+                e = RequestError(500, f"{type(e).__name__}: {e}")
             rqueue.put(e)
 
     def _answer(self, rqueue: Queue, request: Request, args: Any, stream: Any) -> None:
