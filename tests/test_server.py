@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -210,6 +211,28 @@ def test_metrics(server):
     server.chat("Tell me.")
     assert server.counter("generated_tokens_total") == before + 8
     assert 0 < server.counter('expert_hit_rate{model="demo"}') < 1
+
+
+def test_metrics_are_prometheus_text(server):
+    seen = set()
+    for line in server.get("/metrics")[1].splitlines():
+        if line.startswith("# TYPE"):
+            _, _, name, kind = line.split()
+            assert kind in ("counter", "gauge")
+            assert name.endswith("_total") == (kind == "counter")
+            seen.add(name)
+        elif not line.startswith("#"):
+            name, value = re.fullmatch(r'(\w+)(?:\{model="demo"\})? (\S+)', line).groups()
+            assert name in seen
+            assert float(value) >= 0
+
+
+def test_the_page_asks_nobody_else(server):
+    status, page = server.get("/")
+    assert status == 200
+    assert not re.search(r"https?://|//\w+\.|@import|url\(|<link|src=", page)
+    asked = set(re.findall(r'fetch\("([^"]+)"', page))
+    assert asked == {"v1/models", "metrics", "v1/chat/completions"}
 
 
 # ---- what is refused -----------------------------------------------------------------------------

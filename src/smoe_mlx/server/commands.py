@@ -67,6 +67,19 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_chat_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", help="local folder, Hub repository, or 'demo'")
+    add("--system-prompt", help="system message of the conversation")
+    add("--max-tokens", "-m", type=int, default=512, help="of an answer (default: 512)")
+    add("--temp", type=float, default=0.0, help="sampling temperature (default: 0.0)")
+    add("--top-p", type=float, default=1.0, help="default: 1.0")
+    add("--min-p", type=float, default=0.0)
+    add("--top-k", type=int, default=0)
+    add("--seed", type=int, help="seed of the sampler")
+    _add_model_flags(parser)
+
+
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--adapter-path", help="folder of a LoRA adapter (not on routed experts)")
@@ -82,6 +95,12 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     add("--kv-bits", type=int, help="quantise the KV cache")
     add("--kv-group-size", type=int, default=64)
     add("--quantized-kv-start", type=int, default=5000)
+
+
+def run_chat(args: argparse.Namespace, config: StreamingConfig) -> None:
+    from .chat import chat
+
+    chat(args, config)
 
 
 def run_server(args: argparse.Namespace, config: StreamingConfig) -> None:

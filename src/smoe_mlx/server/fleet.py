@@ -37,8 +37,8 @@ class Loaded:
 class Fleet(ModelProvider):
     """mlx-lm's model provider for the models that the server was started with, and no others.
 
-    Two are in memory at once if the second has room for the experts of a whole token beside the
-    first; otherwise the one that was used last makes the others go.
+    All are in memory at once if the largest then has room for the experts of a whole token beside
+    all of the others; otherwise each has the budget for itself, and makes others go.
 
     Attributes:
         folders: name -> folder. Every Hub repository is here before the first request.
@@ -61,6 +61,7 @@ class Fleet(ModelProvider):
         self.resident: dict[str, Loaded] = {}
         # What does not fit at all is said now, not to the first who asks for it.
         self.plans = {name: self._plan(name, self.budget) for name in self.folders}
+        self.shares = _shares(self.plans, self.budget)
 
     def name_of(self, asked: str) -> str:
         """The name of the model that a request asks for.
@@ -106,7 +107,7 @@ class Fleet(ModelProvider):
         return replace(self.config, memory=memory)
 
     def _load_beside(self, name: str) -> Loaded:
-        needed = self.plans[name].total if self.config.slots else self.plans[name].useful
+        needed = self.plans[name].total if self.config.slots else self.shares[name]
         super().reset()  # the current model may be one that has to go
 
         def room() -> int:
@@ -119,7 +120,7 @@ class Fleet(ModelProvider):
             tokenizer_config=dict(self._tokenizer_config),
             adapter_path=self.cli_args.adapter_path,
             trust_remote_code=self.cli_args.trust_remote_code,
-            config=self._config(room()),
+            config=self._config(min(room(), self.shares[name])),
         )
         plan: MemoryPlan = model._streaming.plan
         self.sessions.open(name, self._fingerprint(name))
@@ -144,11 +145,24 @@ class Fleet(ModelProvider):
         args = self.cli_args
         return fingerprint(
             self.folders[name],
+            name,
             args.adapter_path,
             args.kv_bits,
             args.kv_group_size,
             args.quantized_kv_start,
         )
+
+
+def _shares(plans: dict[str, MemoryPlan], budget: int) -> dict[str, int]:
+    """What each model may have, in bytes."""
+    largest = max(plans, key=lambda name: plans[name].full)
+    shares = {name: plan.full for name, plan in plans.items()}
+    if (full := sum(shares.values())) <= budget:
+        return {name: budget * share // full for name, share in shares.items()}
+    shares[largest] = budget - sum(shares[name] for name in shares if name != largest)
+    if shares[largest] >= plans[largest].useful:
+        return shares
+    return dict.fromkeys(plans, budget)
 
 
 def parse_models(names: list[str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..generate import generate_step, stream_generate
+from ..plan import MemoryPlan
 from .sessions import Kind, Sessions, held_tokens, only_grows
 
 
@@ -70,6 +71,12 @@ def stream_answer(
         held = held_tokens(cache) if known else None
         if held is not None and held <= len(tokens):
             sessions.put(name, tokens[:held], cache)
+
+
+def kv_nbytes(plan: MemoryPlan, tokens: int) -> int:
+    """What the KV cache of so many tokens takes, in bytes."""
+    step = 256  # mlx-lm's caches grow by so many tokens
+    return plan.kv_cache * -(-tokens // step) * step // plan.context
 
 
 _PREFILL_OPTIONS = (

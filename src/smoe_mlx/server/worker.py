@@ -20,12 +20,13 @@ from mlx_lm.server import (
     _make_sampler,
 )
 
+from ..plan import MemoryPlan
 from .errors import RequestError
 from .fleet import Fleet
 from .metrics import Metrics
 from .sessions import Kind, Sessions
 from .text import StopWords, plain_words
-from .turn import Stopped, stream_answer
+from .turn import Stopped, kv_nbytes, stream_answer
 
 PROGRESS_SECONDS = 0.5  # between two words about the progress of a prompt
 
@@ -124,11 +125,13 @@ class Generator(ResponseGenerator):
         fleet: Any = self.model_provider
         name, model, tokenizer = fleet.model_key, fleet.model, fleet.tokenizer
         prompt, segments, types, initial_state, _ = self._tokenize(tokenizer, request, args)
-        max_tokens = _within_context(len(prompt), args.max_tokens, fleet.resident[name].plan)
+        plan: MemoryPlan = fleet.resident[name].plan
+        max_tokens = _within_context(len(prompt), args.max_tokens, plan.context)
         _, text_sm = self._make_state_machine(name, tokenizer, args.stop_words)
-        cache, reused = self.sessions.take(
-            name, prompt, self._reserve(fleet.resident[name].plan, len(prompt) + max_tokens)
-        )
+        # The answer's own cache is part of what sessions have, unless they have their own memory.
+        own = self.cli_args.prompt_cache_bytes is not None
+        reserve = 0 if own else kv_nbytes(plan, len(prompt) + max_tokens)
+        cache, reused = self.sessions.take(name, prompt, reserve)
         ctx = GenerationContext(
             has_thinking=tokenizer.has_thinking,
             has_tool_calling=tokenizer.has_tool_calling,
@@ -194,29 +197,21 @@ class Generator(ResponseGenerator):
             finally:
                 responses.close()
 
-    def _reserve(self, plan: Any, tokens: int) -> int:
-        """What a request may take of the memory of sessions: its KV cache is part of it, unless
-        sessions have memory of their own."""
-        if self.cli_args.prompt_cache_bytes is not None:
-            return 0
-        step = 256  # mlx-lm's caches grow by so many tokens
-        return int(plan.kv_cache * -(-tokens // step) * step / plan.context)
-
 
 def _stopping() -> RequestError:
     return RequestError(503, "the server is stopping", "overloaded")
 
 
-def _within_context(prompt: int, max_tokens: int, plan: Any) -> int:
+def _within_context(prompt: int, max_tokens: int, context: int) -> int:
     """The most tokens that an answer may have."""
-    if prompt >= plan.context:
+    if prompt >= context:
         raise RequestError(
             400,
-            f"the prompt has {prompt} tokens; memory is planned for a context of {plan.context}. "
+            f"the prompt has {prompt} tokens; memory is planned for a context of {context}. "
             "Start the server with a larger --context.",
             "context_length_exceeded",
         )
-    return min(max_tokens, int(plan.context) - prompt)
+    return min(max_tokens, context - prompt)
 
 
 def _marks(segments: list[list[int]], types: list[str], total: int) -> list[tuple[int, Kind]]:
