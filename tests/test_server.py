@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -265,6 +267,8 @@ def test_the_page_asks_nobody_else(server):
             "response_format",
         ),
         ({"messages": [{"role": "user", "content": "long " * 2000}]}, 400, "--context"),
+        ({"messages": [{"role": "user", "content": "x"}], "logit_bias": {"8192": 1}}, 400, "bias"),
+        ('{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', 400, "NaN"),
     ],
 )
 def test_malformed_requests(server, body, status, word):
@@ -307,6 +311,74 @@ def test_the_port_is_taken(server):
     args.models = parse_models(args.models)
     with pytest.raises(SmoeError, match="cannot listen"), running(args, cli._config(args)):
         pass
+
+
+# ---- many at a time ---------------------------------------------------------------------------
+
+
+def in_threads(functions):
+    results = [None] * len(functions)
+
+    def run(i):
+        results[i] = functions[i]()
+
+    threads = [threading.Thread(target=run, args=[i]) for i in range(len(functions))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(SECONDS)
+        assert not t.is_alive()
+    return results
+
+
+def test_batches_give_the_same_answers(server):
+    texts = ["Tell me of the sea.", "def main(", "And the LORD said", "One two three four five"]
+    alone = [text_of(server.chat(t, max_tokens=12)) for t in texts]
+    with serving("demo", "--slots", "0.25", "--decode-concurrency", "4") as batches:
+        asks = [partial(batches.chat, t, max_tokens=12) for t in texts]
+        assert [text_of(a) for a in in_threads(asks)] == alone
+        again = batches.chat(texts[0], alone[0], "And?", max_tokens=12)
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 10
+        with batches.open("/v1/chat/completions", LONG):
+            pass
+        wait_for(lambda: batches.counter("in_flight") == 1)  # the one that asks
+        assert text_of(batches.chat(texts[1], max_tokens=12)) == alone[1]
+
+
+def test_a_crowd(server):
+    """Eight clients, some of which talk nonsense or hang up: the others get the right answers, and
+    nothing is left over."""
+    texts = ["Tell me of the sea.", "def main(", "And the LORD said"]
+    right = {t: text_of(server.chat(t)) for t in texts}
+    wait_for(lambda: server.counter("in_flight") == 1)  # the one that asks
+    threads, files = threading.active_count(), len(os.listdir("/dev/fd"))
+
+    def client(seed):
+        rng = random.Random(seed)
+        for _ in range(9):
+            kind, text = rng.choice(["good", "good", "cancel", "bad", "cut"]), rng.choice(texts)
+            if kind == "good":
+                assert text_of(server.chat(text)) == right[text]
+                assert server.get("/health")[0] == 200
+            elif kind == "cancel":
+                messages = [{"role": "user", "content": text}]
+                stream = rng.random() < 0.5
+                body = {"messages": messages, "max_tokens": 500, "stream": stream}
+                with server.open("/v1/chat/completions", body) as sock:
+                    if stream:
+                        sock.recv(rng.choice([1, 300, 900]))
+            elif kind == "bad":
+                assert server.post("/v1/messages", "{" * rng.randrange(9))[0] == 400
+            else:
+                with socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS) as sock:
+                    sock.sendall(b"POST /v1/messages HTTP/1.1\r\nContent-Length: 90\r\n\r\n{"[:60])
+        return True
+
+    assert all(in_threads([partial(client, seed) for seed in range(8)]))
+    wait_for(lambda: server.counter("busy") == server.counter("queue") == 0)
+    wait_for(lambda: threading.active_count() <= threads and len(os.listdir("/dev/fd")) <= files)
+    assert server.sessions.nbytes <= server.sessions.limit
+    assert text_of(server.chat(texts[0])) == right[texts[0]]
 
 
 # ---- clients that go away ------------------------------------------------------------------------

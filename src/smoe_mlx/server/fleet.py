@@ -55,6 +55,7 @@ class Fleet(ModelProvider):
         args.model = next(iter(self.folders))  # what mlx-lm reads; the first is the default
         super().__init__(args)
         self.config, self.sessions = config, sessions
+        self.step = args.prefill_step_size
         memory = config.memory
         self.budget = usable_nbytes(available_memory()) if memory is None else parse_bytes(memory)
         self.budget -= args.prompt_cache_bytes or 0
@@ -83,6 +84,8 @@ class Fleet(ModelProvider):
             loaded = self.resident.pop(name) if name in self.resident else self._load_beside(name)
             self.resident[name] = loaded
             self.model_key, self.model, self.tokenizer = name, loaded.model, loaded.tokenizer
+            plan = loaded.plan
+            self.cli_args.prefill_step_size = min(self.step or plan.prefill_step, plan.widest_step)
             self.is_batchable = self.cli_args.decode_concurrency > 1 and all(
                 hasattr(c, "merge") for c in make_prompt_cache(self.model)
             )

@@ -77,7 +77,7 @@ class Handler(APIHandler):
 
     def _guarded(self, answer: Callable[[], None]) -> None:
         metrics = self.response_generator.metrics
-        metrics.in_flight += 1
+        metrics.count("in_flight")
         self.path = urlsplit(self.path).path  # some clients add a query
         self.is_messages = self.path.startswith(MESSAGES)
         try:
@@ -91,7 +91,7 @@ class Handler(APIHandler):
             logging.exception("a request failed")
             self._fail(RequestError(500, f"{type(e).__name__}: {e}"))
         finally:
-            metrics.in_flight -= 1
+            metrics.count("in_flight", -1)
 
     def _check_caller(self) -> None:
         """Web pages of others may not ask, and nobody without the key where one is set."""
@@ -234,7 +234,7 @@ class Handler(APIHandler):
             self._skip(length)
             raise RequestError(413, f"the body has {length} bytes; {MAX_BODY} are allowed")
         try:
-            body = json.loads(self.rfile.read(length))
+            body = json.loads(self.rfile.read(length), parse_constant=_no_number)
         except (ValueError, RecursionError) as e:
             raise RequestError(400, f"the body is not JSON: {e}") from None
         if not isinstance(body, dict):
@@ -319,6 +319,10 @@ def _check(body: dict[str, Any], chat: bool) -> None:
     tools = body.get("tools", [])
     if not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
         raise RequestError(400, "'tools' must be a list of objects")
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number")
 
 
 def _text_of(part: Any) -> str:

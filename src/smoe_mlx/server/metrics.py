@@ -20,37 +20,44 @@ class Metrics:
         self._counts: Counter[str] = Counter()
         self._seconds = {"prompt": 0.0, "generation": 0.0}
         self._tps = {"prompt": 0.0, "generation": 0.0}  # of the answer now or last
-        self.busy = 0
-        self.in_flight = 0
 
     def count(self, name: str, n: int = 1) -> None:
         with self._lock:
             self._counts[name] += n
 
+    @property
+    def in_flight(self) -> int:
+        """Connections under way."""
+        return self._counts["in_flight"]
+
     @contextmanager
-    def answer(self, prompt: int, reused: int) -> Iterator[Callable[[Any], None]]:
-        """One answer; the function takes each of its responses."""
-        self.count("prompt_tokens", prompt)
-        self.count("cached_tokens", reused)
+    def busy(self) -> Iterator[None]:
+        """While an answer is being generated."""
+        self.count("busy")
+        try:
+            yield
+        finally:
+            self.count("busy", -1)
+
+    @contextmanager
+    def speed(self, prompt: int) -> Iterator[Callable[[Any], None]]:
+        """One answer, after `prompt` tokens to prefill; the function takes each response."""
         start = time.perf_counter()
         first = 0.0
-        self.busy = 1
 
         def seen(response: Any) -> None:
             nonlocal first
-            self.count("generated_tokens")
             now = time.perf_counter()
             if not first:
                 first = now
                 self._seconds["prompt"] += now - start
-                self._tps["prompt"] = (prompt - reused) / (now - start)
+                self._tps["prompt"] = prompt / (now - start)
             elif now > first:
                 self._tps["generation"] = (response.generation_tokens - 1) / (now - first)
 
         try:
             yield seen
         finally:
-            self.busy = 0
             if first:
                 self._seconds["generation"] += time.perf_counter() - first
 
@@ -82,7 +89,8 @@ class Metrics:
         for what, tps in self._tps.items():
             gauge(f"{what}_tokens_per_second", "Of the answer now or last.", round(tps, 3))
         gauge("queue", "Requests that wait.", queue)
-        gauge("busy", "1 while generating.", self.busy)
+        gauge("busy", "Answers being generated.", counts.get("busy", 0))
+        gauge("in_flight", "Connections under way, this one included.", self.in_flight)
         gauge("sessions_bytes", "KV caches kept in memory.", session_nbytes)
         gauge("active_memory_bytes", "What MLX holds.", mx.get_active_memory())
         gauge("peak_memory_bytes", "Most that MLX held.", mx.get_peak_memory())

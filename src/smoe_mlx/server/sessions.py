@@ -110,6 +110,23 @@ class Sessions:
         for e in [e for e in self.entries if model in (None, e.model)]:
             self._evict(e)
 
+    # The names that mlx-lm's batches call (decode_concurrency > 1).
+
+    def fetch_nearest_cache(self, model: str, tokens: list[int]) -> tuple[Any, list[int]]:
+        cache, n = self.take(model, tokens)
+        return cache, tokens[n:]
+
+    def insert_cache(
+        self, model: str, tokens: list[int], cache: list[Any], *, cache_type: str = "assistant"
+    ) -> None:
+        held = held_tokens(cache)
+        if held is not None and held <= len(tokens):
+            kinds: dict[str, Kind] = {"system": "system", "user": "prompt"}
+            self.put(model, tokens[:held], cache, kinds.get(cache_type, "answer"))
+
+    def trim_to(self, *, n_bytes: int) -> None:
+        self._fit(self.limit - n_bytes)
+
     def _longest(self, model: str, prompt: np.ndarray) -> tuple[Entry | None, int]:
         best, most = None, 0
         for e in self.entries:

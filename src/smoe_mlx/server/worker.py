@@ -1,9 +1,11 @@
 """The thread that generates: one request after the other, in the order of arrival."""
 
+import contextlib
 import itertools
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from queue import Empty, Queue
 from typing import Any
@@ -66,7 +68,20 @@ class Generator(ResponseGenerator):
     ) -> Any:
         if self.requests.qsize() >= self.max_queue:
             raise RequestError(503, "too many requests are waiting; try again later", "overloaded")
-        return super().generate(request, generation_args, progress_callback)
+        ctx, responses = super().generate(request, generation_args, progress_callback)
+        request.ctx = ctx
+        self.metrics.count("prompt_tokens", len(ctx.prompt))
+        self.metrics.count("cached_tokens", ctx.prompt_cache_count)
+        return ctx, self._while_wanted(request, responses)
+
+    def _while_wanted(self, request: Request, responses: Iterator[Any]) -> Iterator[Any]:
+        # Batches do not look at the connection, only whether these are still asked for.
+        with self.metrics.busy():
+            for response in responses:
+                if request.gone():
+                    raise Stopped
+                self.metrics.count("generated_tokens")
+                yield response
 
     def _run_generate(self) -> None:
         try:
@@ -86,9 +101,13 @@ class Generator(ResponseGenerator):
     def _refuse_waiting(self) -> None:
         while True:
             try:
-                self.requests.get_nowait()[0].put(_stopping())
+                self.requests.get_nowait()[0].put(self._stopped())
             except Empty:
                 return
+
+    def _stopped(self) -> RequestError:
+        why = "the server is stopping" if self._stop else "generation has failed; see the log"
+        return RequestError(503, why, "overloaded")
 
     def _next_request(self, timeout: float | None = None) -> Any:
         """Requests whose client has gone are left out before a model is loaded for them."""
@@ -99,21 +118,38 @@ class Generator(ResponseGenerator):
             return None
         return found
 
+    def _log_cache_stats(self) -> None:
+        """/metrics tells it."""
+
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         try:
             tokenizer = plain_words(tokenizer, request.messages)
-            return super()._tokenize(tokenizer, request, args)
+            found = super()._tokenize(tokenizer, request, args)
         except Exception as e:  # templates raise what they like
             raise RequestError(400, f"the messages cannot be put into a prompt: {e}") from e
+        fleet: Any = self.model_provider
+        context, n = fleet.resident[fleet.model_key].plan.context, len(found[0])
+        if n == 0:
+            raise RequestError(400, "the prompt is empty")
+        if max(args.logits.logit_bias or (), default=0) >= len(tokenizer):
+            raise RequestError(400, f"logit_bias: there are {len(tokenizer)} tokens")
+        if n >= context:
+            raise RequestError(
+                400,
+                f"the prompt has {n} tokens; memory is planned for a context of {context}. "
+                "Start the server with a larger --context.",
+                "context_length_exceeded",
+            )
+        args.max_tokens = min(args.max_tokens, context - n)
+        return found
 
     def _serve_single(self, request: Any, stream: Any) -> None:
         rqueue, request, args = request
         try:
             self._answer(rqueue, request, args, stream)
-            rqueue.put(None)
         except Stopped as e:
             self.metrics.count("cancelled")
-            rqueue.put(_stopping() if self._stop else e)
+            rqueue.put(self._stopped() if self._stop else e)
         except Exception as e:
             if not isinstance(e, RequestError):
                 logging.exception("a request failed")
@@ -126,11 +162,11 @@ class Generator(ResponseGenerator):
         name, model, tokenizer = fleet.model_key, fleet.model, fleet.tokenizer
         prompt, segments, types, initial_state, _ = self._tokenize(tokenizer, request, args)
         plan: MemoryPlan = fleet.resident[name].plan
-        max_tokens = _within_context(len(prompt), args.max_tokens, plan.context)
         _, text_sm = self._make_state_machine(name, tokenizer, args.stop_words)
         # The answer's own cache is part of what sessions have, unless they have their own memory.
         own = self.cli_args.prompt_cache_bytes is not None
-        reserve = 0 if own else kv_nbytes(plan, len(prompt) + max_tokens)
+        reserve = 0 if own else kv_nbytes(plan, len(prompt) + args.max_tokens)
+        sampler, processors = _make_sampler(args, tokenizer), _make_logits_processors(args)
         cache, reused = self.sessions.take(name, prompt, reserve)
         ctx = GenerationContext(
             has_thinking=tokenizer.has_thinking,
@@ -141,7 +177,6 @@ class Generator(ResponseGenerator):
             prompt=prompt,
             prompt_cache_count=reused,
         )
-        request.ctx = ctx
         rqueue.put(ctx)
         last_word = time.monotonic()
 
@@ -157,7 +192,7 @@ class Generator(ResponseGenerator):
                 rqueue.put((reused + done, reused + total))
 
         if args.seed is not None:
-            mx.random.seed(args.seed)
+            mx.random.seed(args.seed % (1 << 64))
         stop_words = StopWords(args.stop_words)
         responses = stream_answer(
             self.sessions,
@@ -169,49 +204,31 @@ class Generator(ResponseGenerator):
             reused,
             _marks(segments, types, len(prompt)),
             stream=stream,
-            max_tokens=max_tokens,
-            sampler=_make_sampler(args, tokenizer),
-            logits_processors=_make_logits_processors(args),
+            max_tokens=args.max_tokens,
+            sampler=sampler,
+            logits_processors=processors,
             prefill_step_size=self.cli_args.prefill_step_size,
             kv_bits=self.cli_args.kv_bits,
             kv_group_size=self.cli_args.kv_group_size,
             quantized_kv_start=self.cli_args.quantized_kv_start,
             prompt_progress_callback=progress,
         )
-        with self.metrics.answer(len(prompt), reused) as seen:
-            try:
-                for r in responses:
-                    seen(r)
-                    text, finish = r.text, r.finish_reason
-                    top = _format_top_logprobs(r.logprobs, args.top_logprobs, tokenizer)
-                    logprob = r.logprobs[r.token].item()
-                    if finish != "stop" and (found := stop_words.find(text)):
-                        text, request.stop_word = found
-                        if text:  # mlx-lm drops the text of a response that says "stop"
-                            rqueue.put(Response(text, r.token, logprob, None, top))
-                        text, finish = "", "stop"
-                    rqueue.put(Response(text, r.token, logprob, finish, top))
-                    if finish is not None:
-                        break
-                    check()
-            finally:
-                responses.close()
-
-
-def _stopping() -> RequestError:
-    return RequestError(503, "the server is stopping", "overloaded")
-
-
-def _within_context(prompt: int, max_tokens: int, context: int) -> int:
-    """The most tokens that an answer may have."""
-    if prompt >= context:
-        raise RequestError(
-            400,
-            f"the prompt has {prompt} tokens; memory is planned for a context of {context}. "
-            "Start the server with a larger --context.",
-            "context_length_exceeded",
-        )
-    return min(max_tokens, context - prompt)
+        with contextlib.closing(responses), self.metrics.speed(len(prompt) - reused) as seen:
+            for r in responses:
+                seen(r)
+                text, finish = r.text, r.finish_reason
+                top = _format_top_logprobs(r.logprobs, args.top_logprobs, tokenizer)
+                logprob = r.logprobs[r.token].item()
+                if finish != "stop" and (found := stop_words.find(text)):
+                    text, request.stop_word = found
+                    if text:  # mlx-lm drops the text of a response that says "stop"
+                        rqueue.put(Response(text, r.token, logprob, None, top))
+                    text, finish = "", "stop"
+                rqueue.put(Response(text, r.token, logprob, finish, top))
+                if finish is not None:
+                    break
+                check()
+            rqueue.put(None)  # keeping the session may take a moment
 
 
 def _marks(segments: list[list[int]], types: list[str], total: int) -> list[tuple[int, Kind]]:
