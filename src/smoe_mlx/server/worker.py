@@ -123,15 +123,15 @@ class Generator(ResponseGenerator):
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         try:
-            tokenizer = plain_words(tokenizer, request.messages)
-            found = super()._tokenize(tokenizer, request, args)
+            plain = plain_words(tokenizer, request.messages)
+            found = super()._tokenize(plain, request, args)
         except Exception as e:  # templates raise what they like
             raise RequestError(400, f"the messages cannot be put into a prompt: {e}") from e
         fleet: Any = self.model_provider
         context, n = fleet.resident[fleet.model_key].plan.context, len(found[0])
         if n == 0:
             raise RequestError(400, "the prompt is empty")
-        if max(args.logits.logit_bias or (), default=0) >= len(tokenizer):
+        if any(not 0 <= t < len(tokenizer) for t in args.logits.logit_bias or ()):
             raise RequestError(400, f"logit_bias: there are {len(tokenizer)} tokens")
         if n >= context:
             raise RequestError(
