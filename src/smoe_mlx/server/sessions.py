@@ -74,7 +74,10 @@ class Sessions:
         """
         wanted = np.array(prompt, np.int64)
         entry, n = self._longest(model, wanted)
-        while entry is not None and entry.cache is None and not self._read(entry):
+        while entry is not None and entry.cache is None:
+            self._fit(max(reserve, entry.nbytes))
+            if self._read(entry):
+                break
             entry, n = self._longest(model, wanted)
         if entry is None:
             self._fit(reserve)
