@@ -1,18 +1,22 @@
 """The server with the SDKs that people use: openai and anthropic."""
 
 import contextlib
+import copy
 import json
 
 import anthropic
 import mlx.core as mx
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mlx_lm.generate import GenerationResponse
 from test_server import serving, wait_for
 
 from smoe_mlx.hub import find_model
 from smoe_mlx.server import anthropic as messages_api
 from smoe_mlx.server.errors import RequestError
+from smoe_mlx.server.handler import _check
 
 # Roles as plain words, thoughts and tool calls as Qwen writes them.
 TEMPLATE = """\
@@ -341,3 +345,27 @@ def test_control_tokens_of_users_are_text(server):
     prompt = tokenizer.encode("user: a <think> b <|endoftext|>\nassistant: ")
     assert tokenizer.think_start_id in prompt
     assert spelled > len(prompt) + 4
+
+
+NAMES = ["type", "text", "name", "input", "input_schema", "id", "tool_use_id", "thinking", "role"]
+WORDS = ["text", "tool_use", "tool_result", "thinking", "auto", "enabled"]
+JSON = st.recursive(
+    st.none() | st.integers(-2, 2) | st.sampled_from(WORDS),
+    lambda x: st.lists(x, max_size=2) | st.dictionaries(st.sampled_from(NAMES), x, max_size=4),
+    max_leaves=6,
+)
+FIELDS = ["system", "tools", "tool_choice", "thinking", "stop", "stop_sequences", "model", "n"]
+FIELDS += ["messages", "content", "role", "max_tokens", "stream_options", "response_format"]
+
+
+@given(st.sampled_from(FIELDS), JSON)
+@settings(max_examples=200, deadline=None)
+def test_whatever_is_asked_is_understood_or_refused(field, value):
+    body = {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    (body["messages"][0] if field in ("content", "role") else body)[field] = value
+    for convert in (lambda b: b, messages_api.to_chat):
+        with contextlib.suppress(RequestError):
+            checked = convert(copy.deepcopy(body))
+            _check(checked, chat=True)
+            json.dumps(checked)
+            assert all(isinstance(m.get("content") or "", str) for m in checked["messages"])

@@ -14,7 +14,7 @@ import smoe_mlx
 from smoe_mlx.hub import find_model
 from smoe_mlx.load import load_model
 from smoe_mlx.server.session_files import SessionFiles, fingerprint
-from smoe_mlx.server.sessions import Sessions, held_tokens
+from smoe_mlx.server.sessions import Sessions, held_tokens, only_grows
 from smoe_mlx.server.turn import Stopped, stream_answer
 
 
@@ -113,7 +113,7 @@ def test_turns_of_every_kind_of_cache(tiny, tokenizer, arch, slots, tmp_path):
     sessions.open("m", "f")
     prompt = random_tokens(40)
     expected = 0
-    for turn in range(3):
+    for turn in range(4):
         cache, reused = sessions.take("m", prompt)
         assert reused == expected
         marks = [(20, "system"), (len(prompt) - 1, "prompt")]
@@ -131,8 +131,11 @@ def test_turns_of_every_kind_of_cache(tiny, tokenizer, arch, slots, tmp_path):
                 sessions.evict()
                 sessions = Sessions(files, limit=1 << 30)
                 sessions.open("m", "f")
-        else:  # the next departs from the prompt, as where thoughts are left out
+        elif turn == 1:  # the next departs from the prompt, as where thoughts are left out
             expected, prompt = len(prompt) - 1, [*prompt[:-1], *random_tokens(9, seed=turn)]
+        else:  # and one departs within it
+            grows = only_grows(make_prompt_cache(model))
+            expected, prompt = 30 if grows else 20, [*prompt[:30], *random_tokens(9, seed=turn)]
 
 
 def test_stopped_prompts_and_answers_are_kept_as_far_as_they_went(tiny, tokenizer):

@@ -49,8 +49,11 @@ def to_chat(body: dict[str, Any]) -> dict[str, Any]:
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind not in ("auto", "none"):
         raise RequestError(400, f"tool_choice: {kind!r:.40} is not supported, only auto and none")
-    if body.get("tools") and kind == "auto":
-        chat["tools"] = [_tool(t) for t in body["tools"]]
+    tools = body.get("tools") or []
+    if not isinstance(tools, list):
+        raise RequestError(400, "tools: must be a list")
+    if kind == "auto":
+        chat["tools"] = [_tool(t) for t in tools]
     thinking = body.get("thinking")
     if isinstance(thinking, dict) and thinking.get("type") in ("enabled", "disabled"):
         chat["chat_template_kwargs"] = {"enable_thinking": thinking["type"] == "enabled"}
@@ -73,7 +76,7 @@ def _messages(role: str, content: Any) -> list[dict[str, Any]]:
     blocks = content if isinstance(content, list) else [content]
     results, texts, calls, thoughts = [], [], [], []
     for b in blocks:
-        kind = b.get("type") if isinstance(b, dict) else b
+        kind = b.get("type") if isinstance(b, dict) else None
         try:
             if kind == "text":
                 texts.append(str(b["text"]))
