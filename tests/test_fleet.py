@@ -82,6 +82,24 @@ def test_what_cannot_be_served_is_said_at_once():
         parse_models(["demo", "demo"])
 
 
+def test_a_model_that_does_not_load(monkeypatch):
+    def fail(*args, **kwargs):
+        raise SmoeError("half of it is missing")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("smoe_mlx.server.fleet.load", fail)
+        with pytest.raises(SmoeError, match="half of it"), serving("demo", "--slots", "0.25"):
+            pass
+    with serving("one=demo", "two=demo", "--memory", "26MB") as server:
+        with monkeypatch.context() as patch:
+            patch.setattr("smoe_mlx.server.fleet.load", fail)
+            body = {"model": "two", "prompt": "a", "max_tokens": 1}
+            status, answer = server.post("/v1/completions", body)
+            assert status == 500
+            assert "half of it" in answer["error"]["message"]
+        assert text_of(server.chat(*TALK)) == expected()
+
+
 def test_names(tmp_path):
     (tmp_path / "Qwen3-4bit").mkdir()
     folder = str(tmp_path / "Qwen3-4bit")

@@ -16,6 +16,7 @@ from mlx_lm.server import get_system_fingerprint
 
 from ..config import StreamingConfig, parse_bytes
 from ..errors import SmoeError
+from .errors import RequestError
 from .fleet import Fleet
 from .handler import LOOPBACK, Handler, Server
 from .metrics import Metrics
@@ -64,7 +65,10 @@ def running(args: Namespace, config: StreamingConfig) -> Iterator[Server]:
         Handler, generator, system_fingerprint=get_system_fingerprint()
     )
     try:
-        generator.wait_ready()
+        try:
+            generator.wait_ready()
+        except RequestError as e:
+            raise SmoeError(e.message) from e
         yield httpd
     finally:
         httpd.server_close()

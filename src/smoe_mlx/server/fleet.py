@@ -18,7 +18,7 @@ from ..hub import find_model
 from ..load import load
 from ..load import plan as make_plan
 from ..plan import MemoryPlan, available_memory, format_bytes, usable_nbytes
-from .errors import UnknownModelError
+from .errors import RequestError, UnknownModelError
 from .session_files import fingerprint
 from .sessions import Sessions
 
@@ -118,13 +118,16 @@ class Fleet(ModelProvider):
 
         while self.resident and room() < needed:
             self._unload(next(iter(self.resident)))
-        model, tokenizer, *_ = load(
-            self.folders[name],
-            tokenizer_config=dict(self._tokenizer_config),
-            adapter_path=self.cli_args.adapter_path,
-            trust_remote_code=self.cli_args.trust_remote_code,
-            config=self._config(min(room(), self.shares[name])),
-        )
+        try:
+            model, tokenizer, *_ = load(
+                self.folders[name],
+                tokenizer_config=dict(self._tokenizer_config),
+                adapter_path=self.cli_args.adapter_path,
+                trust_remote_code=self.cli_args.trust_remote_code,
+                config=self._config(min(room(), self.shares[name])),
+            )
+        except SmoeError as e:
+            raise RequestError(500, f"{name} cannot be loaded: {e}") from e
         plan: MemoryPlan = model._streaming.plan
         self.sessions.open(name, self._fingerprint(name))
         self._limit_sessions([*(x.plan for x in self.resident.values()), plan])

@@ -86,15 +86,13 @@ class Generator(ResponseGenerator):
     def _run_generate(self) -> None:
         try:
             self.model_provider.load_default()
-        except BaseException as e:
-            self.failure = e
-            return
-        finally:
             self.ready.set()
-        try:
             super()._run_generate()
             self.sessions.evict()
+        except BaseException as e:
+            self.failure = e
         finally:
+            self.ready.set()
             mx.clear_streams()  # else MLX aborts the process at its end
             self._refuse_waiting()
 
