@@ -82,14 +82,31 @@ def test_a_longer_cache_replaces_the_shorter():
     assert [len(e.tokens) for e in sessions.entries] == [8]
 
 
+def test_a_stale_answer_goes_first_and_to_no_file(tmp_path):
+    one = sum(c.nbytes for c in kv([1]))
+    sessions = Sessions(SessionFiles(tmp_path, 1 << 30), limit=3 * one)
+    sessions.open("m", "f")
+    sessions.put("m", [8, 8], kv([8, 8]))
+    sessions.put("m", [1, 2, 3, 4, 5], kv([1, 2, 3, 4, 5]), asked=3)  # 4, 5: thoughts, an answer
+    cache, n = sessions.take("m", [1, 2, 3, 5, 6, 7])  # the template left out the thoughts
+    assert n == 3
+    assert tokens_in(cache) == [1, 2, 3]
+    assert [len(e.tokens) for e in sessions.entries] == [5, 2]  # there is room for it
+    sessions.put("m", [1, 2, 3, 5, 6, 7, 8], kv([1, 2, 3, 5, 6, 7, 8]))
+    sessions.put("m", [9, 9], kv([9, 9]))
+    assert [len(e.tokens) for e in sessions.entries] == [2, 7, 2]
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
 def test_limit_drops_the_least_recently_used():
     one = sum(c.nbytes for c in kv([1]))
     sessions = Sessions(limit=3 * one)
     for t in (1, 2, 3):
         sessions.put("m", [t, t], kv([t, t]))
     sessions.put("m", [1, 1, 5], sessions.take("m", [1, 1, 5])[0])  # used again
+    assert sessions.take("m", [2, 7, 7])[1] == 1  # a part of it
     sessions.put("m", [4, 4], kv([4, 4]))
-    assert [e.tokens[0] for e in sessions.entries] == [3, 1, 4]
+    assert [e.tokens[0] for e in sessions.entries] == [1, 2, 4]
     assert sessions.nbytes <= sessions.limit
     sessions.take("m", [9, 9], reserve=2 * one)
     assert [e.tokens[0] for e in sessions.entries] == [4]
@@ -233,7 +250,7 @@ def test_files_have_a_limit(tmp_path):
 
 def test_a_file_that_cannot_be_written_costs_the_session_only(tmp_path, monkeypatch):
     def full(path, *args):
-        (tmp_path / "f").joinpath("half.new.safetensors").touch()
+        (tmp_path / "f").joinpath("new-half.safetensors").touch()
         raise OSError("No space left on device")
 
     monkeypatch.setattr("smoe_mlx.server.session_files.save_prompt_cache", full)

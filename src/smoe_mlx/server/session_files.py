@@ -33,39 +33,38 @@ class SessionFiles:
 
     def index(self, fingerprint: str) -> Iterator[tuple[Path, dict[str, Any]]]:
         """(path, what `Entry` says of it) of each file of a model, the oldest first."""
-        for path in self._by_age(f"{fingerprint}/*.safetensors"):
+        for path in self._by_age(f"{fingerprint}/????????-*.safetensors"):
             try:
                 with SafetensorsMmap(path) as file:
-                    yield (
-                        path,
-                        {
-                            "tokens": np.array(json.loads(file.metadata["0.tokens"]), np.int64),
-                            "kind": file.metadata["0.kind"],
-                            "grows": file.metadata["0.grows"] == "True",
-                            "nbytes": sum(t.nbytes for t in file.tensors.values()),
-                        },
-                    )
+                    about = {
+                        "tokens": np.array(json.loads(file.metadata["0.tokens"]), np.int64),
+                        "kind": file.metadata["0.kind"],
+                        "asked": int(file.metadata["0.asked"]),
+                        "grows": file.metadata["0.grows"] == "True",
+                        "nbytes": sum(t.nbytes for t in file.tensors.values()),
+                    }
+                yield path, about
             except (CheckpointError, OSError, KeyError, ValueError) as e:
                 logging.warning(f"{path} is dropped: {e}")
                 path.unlink(missing_ok=True)
 
-    def save(
-        self, fingerprint: str, cache: list[Any], tokens: np.ndarray, kind: str, grows: bool
-    ) -> Path | None:
-        """Write a cache and return its file; None, and a warning, if that cannot be done."""
+    def save(self, fingerprint: str, entry: Any) -> Path | None:
+        """Write an `Entry` and return its file; None, and a warning, if that cannot be done."""
         folder = self.folder / fingerprint
-        new = folder / f"{uuid.uuid4().hex}.new.safetensors"
-        metadata = {"tokens": json.dumps(tokens.tolist()), "kind": kind, "grows": str(grows)}
+        name = f"{uuid.uuid4().hex}.safetensors"
+        new = folder / f"new-{name}"
+        metadata = {field: str(getattr(entry, field)) for field in ("kind", "asked", "grows")}
+        metadata["tokens"] = json.dumps(entry.tokens.tolist())
         try:
-            for c in cache:
+            for c in entry.cache:
                 getattr(mlx_lm.models.cache, type(c).__name__)  # those are the ones it can load
             folder.mkdir(exist_ok=True, mode=0o700)
-            save_prompt_cache(str(new), cache, metadata)
+            save_prompt_cache(str(new), entry.cache, metadata)
             os.chmod(new, 0o600)
-            path = folder / f"{_crc32(new):08x}-{new.name.split('.')[0]}.safetensors"
+            path = folder / f"{_crc32(new):08x}-{name}"
             new.rename(path)
         except (OSError, AttributeError, TypeError, ValueError, RuntimeError) as e:
-            logging.warning(f"a session of {len(tokens)} tokens could not be saved: {e}")
+            logging.warning(f"a session of {len(entry.tokens)} tokens could not be saved: {e}")
             new.unlink(missing_ok=True)
             return None
         self._keep_within_limit()

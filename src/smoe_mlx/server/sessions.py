@@ -25,15 +25,25 @@ Kind = Literal["system", "prompt", "answer"]  # what an entry's tokens end with
 
 @dataclass(eq=False)
 class Entry:
-    """A KV cache and the tokens it holds, in memory, in a file, or both; never changed."""
+    """A KV cache and the tokens it holds, in memory, in a file, or both.
+
+    Attributes:
+        asked: tokens of the question; the rest is the answer. A prompt that has only the question
+            in common is most likely a later one of the same conversation, whose template leaves
+            out thoughts, or the same one again.
+        grows: whether the cache can be cut at any token.
+        stale: only the question was of use to a later prompt. First to go, and not to a file.
+    """
 
     model: str
     tokens: np.ndarray
     kind: Kind
+    asked: int
     grows: bool
     nbytes: int
     cache: list[Any] | None = None
     file: Path | None = None
+    stale: bool = False
 
 
 class Sessions:
@@ -85,18 +95,28 @@ class Sessions:
         assert entry.cache is not None
         cache = entry.cache
         self.entries.remove(entry)
-        self.entries.append(entry)
+        entry.stale = entry.asked <= n < len(entry.tokens)
+        self.entries.insert(0 if entry.stale else len(self.entries), entry)
         if n == len(entry.tokens) and entry.kind == "answer":
             self._release(entry)
-        else:
-            # Another conversation, or another answer in this one, may still come back to it.
+        else:  # another conversation may still come back to all of it
             cache = copy.deepcopy(cache)  # arrays are shared until one side writes
             trim_prompt_cache(cache, len(entry.tokens) - n)
         self._fit(reserve)
         return cache, n
 
-    def put(self, model: str, tokens: list[int], cache: list[Any], kind: Kind = "answer") -> None:
-        """Keep a cache that holds `tokens`. What it makes superfluous is dropped."""
+    def put(
+        self,
+        model: str,
+        tokens: list[int],
+        cache: list[Any],
+        kind: Kind = "answer",
+        asked: int | None = None,
+    ) -> None:
+        """Keep a cache that holds `tokens`, the first `asked` of them the question (default: all).
+
+        What it makes superfluous is dropped.
+        """
         held = np.array(tokens, np.int64)
         grows = only_grows(cache)
         for e in [e for e in self.entries if e.model == model]:
@@ -105,7 +125,8 @@ class Sessions:
             ):
                 self._drop(e)
         nbytes = sum(c.nbytes for c in cache)
-        self.entries.append(Entry(model, held, kind, grows, nbytes, cache))
+        asked = len(held) if asked is None else asked
+        self.entries.append(Entry(model, held, kind, asked, grows, nbytes, cache))
         self._fit(0)
 
     def evict(self, model: str | None = None) -> None:
@@ -150,10 +171,8 @@ class Sessions:
     def _evict(self, entry: Entry) -> None:
         if entry.cache is None:
             return
-        if self.files is not None and entry.file is None and entry.model in self.fingerprints:
-            entry.file = self.files.save(
-                self.fingerprints[entry.model], entry.cache, entry.tokens, entry.kind, entry.grows
-            )
+        if self.files is not None and entry.file is None and not entry.stale:
+            entry.file = self.files.save(self.fingerprints[entry.model], entry)
         self._release(entry)
 
     def _release(self, entry: Entry) -> None:

@@ -38,8 +38,8 @@ def stream_answer(
     Args:
         name: of the model, in `sessions`.
         cache, reused: what `Sessions.take` returned.
-        marks: where later prompts may depart from this one: (tokens, kind). Kept for models whose
-            cache cannot be cut there afterwards.
+        marks: where later prompts may depart from this one: (tokens, kind), the last at the end of
+            the question. Kept for models whose cache cannot be cut there afterwards.
         options: what `stream_generate` takes besides.
     """
     cache = cache or make_prompt_cache(model)
@@ -70,7 +70,8 @@ def stream_answer(
     finally:
         held = held_tokens(cache) if known else None
         if held is not None and held <= len(tokens):
-            sessions.put(name, tokens[:held], cache)
+            asked = min(marks[-1][0] if marks else len(prompt), held)
+            sessions.put(name, tokens[:held], cache, asked=asked)
 
 
 def kv_nbytes(plan: MemoryPlan, tokens: int) -> int:
@@ -80,6 +81,7 @@ def kv_nbytes(plan: MemoryPlan, tokens: int) -> int:
 
 
 _PREFILL_OPTIONS = (
+    "stream",
     "prefill_step_size",
     "kv_bits",
     "kv_group_size",
