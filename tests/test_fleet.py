@@ -5,7 +5,7 @@ import pytest
 from test_server import serving, text_of
 
 import smoe_mlx
-from smoe_mlx.errors import BudgetError, ModelNotFoundError, SmoeError
+from smoe_mlx.errors import BudgetError, CheckpointError, ModelNotFoundError, SmoeError
 from smoe_mlx.server.fleet import parse_models
 
 TALK = ("Tell me of the sea.",)
@@ -84,7 +84,7 @@ def test_what_cannot_be_served_is_said_at_once():
 
 def test_a_model_that_does_not_load(monkeypatch):
     def fail(*args, **kwargs):
-        raise SmoeError("half of it is missing")
+        raise CheckpointError("half of it is missing")
 
     with monkeypatch.context() as patch:
         patch.setattr("smoe_mlx.server.fleet.load", fail)

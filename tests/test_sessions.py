@@ -141,8 +141,10 @@ def test_turns_of_every_kind_of_cache(tiny, tokenizer, arch, slots, tmp_path):
         fresh = smoe_mlx.stream_generate(model, tokenizer, prompt, max_tokens=6)
         assert got == [r.token for r in fresh]
         if turn == 0:  # the next prompt goes on from the answer
-            held = max(len(e.tokens) for e in sessions.entries)
+            entry = max(sessions.entries, key=lambda e: len(e.tokens))
+            held = len(entry.tokens)
             assert held >= len(prompt) + 5
+            assert entry.asked == len(prompt) - 1
             expected, prompt = held, [*prompt, *got[: held - len(prompt)], *random_tokens(9)]
             if arch != "deepseek_v41":
                 sessions.evict()
