@@ -190,6 +190,17 @@ def test_anthropic_message(ant):
     assert final.stop_reason == "max_tokens"
 
 
+def test_anthropic_count_tokens(ant, server):
+    generated = server.counter("generated_tokens_total")
+    message = ant.messages.create(model="thinker", max_tokens=1, messages=ASK)
+    usage = message.usage
+    count = ant.messages.count_tokens(model="thinker", messages=ASK)
+    assert count.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    long = [{"role": "user", "content": "sea " * 2000}]  # longer than the context
+    assert ant.messages.count_tokens(model="thinker", messages=long).input_tokens > 2000
+    assert server.counter("generated_tokens_total") == generated + 1
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_anthropic_stop_sequences(ant, stream):
     plain = ant.messages.create(model="thinker", max_tokens=16, messages=ASK)

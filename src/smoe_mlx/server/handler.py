@@ -27,7 +27,7 @@ from .worker import Request
 MAX_BODY = 16 << 20  # bytes
 PAGE = Path(__file__).with_name("page.html")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-MESSAGES = "/v1/messages"
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 CHAT = ("/v1/chat/completions", "/chat/completions")
 COMPLETIONS = "/v1/completions"
 
@@ -59,7 +59,7 @@ class Handler(APIHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.headers_sent = self.is_messages = False
+        self.headers_sent = self.is_messages = self.counts = False
 
     def do_GET(self) -> None:
         self._guarded(self._get)
@@ -211,8 +211,9 @@ class Handler(APIHandler):
     def _post(self) -> None:
         self.response_generator.metrics.count("requests")
         body = self._read_body()
-        if self.path == MESSAGES:
-            body = to_chat(body)
+        if self.path in (MESSAGES, COUNT_TOKENS):
+            self.counts = self.path == COUNT_TOKENS
+            body = to_chat({"max_tokens": 1, **body, "stream": False} if self.counts else body)
             self.path = CHAT[0]
         elif self.path not in (*CHAT, COMPLETIONS):
             raise RequestError(404, f"there is no {self.path} here", "not_found")
@@ -259,7 +260,7 @@ class Handler(APIHandler):
         return self._request("text", self.body["prompt"], [], None, None)
 
     def _request(self, *fields: Any) -> Request:
-        self.request_ = Request(*fields, gone=lambda: _gone(self.connection))
+        self.request_ = Request(*fields, gone=lambda: _gone(self.connection), counts=self.counts)
         return self.request_
 
     def handle_completion(self, request: CompletionRequest, stop_words: list[str]) -> None:
@@ -273,6 +274,8 @@ class Handler(APIHandler):
 
     def generate_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         response: dict[str, Any] = super().generate_response(*args, **kwargs)
+        if self.counts:
+            return {"input_tokens": response["usage"]["prompt_tokens"]}
         if self.is_messages and not self.stream:
             return to_message(response, self.request_.stop_word)
         return response

@@ -41,11 +41,13 @@ class Request(CompletionRequest):
         gone: whether the client has closed the connection.
         ctx: mlx-lm's context of the answer, once there is one.
         stop_word: the stop word that ended the answer.
+        counts: only the tokens of the prompt are wanted.
     """
 
     gone: Any = field(default=lambda: False)
     ctx: GenerationContext | None = None
     stop_word: str | None = None
+    counts: bool = False
 
 
 class Generator(ResponseGenerator):
@@ -131,7 +133,7 @@ class Generator(ResponseGenerator):
             raise RequestError(400, "the prompt is empty")
         if any(not 0 <= t < len(tokenizer) for t in args.logits.logit_bias or ()):
             raise RequestError(400, f"logit_bias: there are {len(tokenizer)} tokens")
-        if n >= context:
+        if n >= context and not request.counts:
             raise RequestError(
                 400,
                 f"the prompt has {n} tokens; memory is planned for a context of {context}. "
@@ -161,20 +163,16 @@ class Generator(ResponseGenerator):
         prompt, segments, types, initial_state, _ = self._tokenize(tokenizer, request, args)
         plan: MemoryPlan = fleet.resident[name].plan
         _, text_sm = self._make_state_machine(name, tokenizer, args.stop_words)
+        if request.counts:
+            rqueue.put(_context(tokenizer, text_sm, initial_state, prompt, 0))
+            rqueue.put(None)
+            return
         # The answer's own cache is part of what sessions have, unless they have their own memory.
         own = self.cli_args.prompt_cache_bytes is not None
         reserve = 0 if own else kv_nbytes(plan, len(prompt) + args.max_tokens)
         sampler, processors = _make_sampler(args, tokenizer), _make_logits_processors(args)
         cache, reused = self.sessions.take(name, prompt, reserve)
-        ctx = GenerationContext(
-            has_thinking=tokenizer.has_thinking,
-            has_tool_calling=tokenizer.has_tool_calling,
-            tool_parser=tokenizer.tool_parser,
-            text_sm=text_sm,
-            initial_state=initial_state,
-            prompt=prompt,
-            prompt_cache_count=reused,
-        )
+        ctx = _context(tokenizer, text_sm, initial_state, prompt, reused)
         rqueue.put(ctx)
         last_word = time.monotonic()
 
@@ -227,6 +225,20 @@ class Generator(ResponseGenerator):
                     break
                 check()
             rqueue.put(None)  # keeping the session may take a moment
+
+
+def _context(
+    tokenizer: Any, text_sm: Any, initial_state: str, prompt: list[int], reused: int
+) -> GenerationContext:
+    return GenerationContext(
+        has_thinking=tokenizer.has_thinking,
+        has_tool_calling=tokenizer.has_tool_calling,
+        tool_parser=tokenizer.tool_parser,
+        text_sm=text_sm,
+        initial_state=initial_state,
+        prompt=prompt,
+        prompt_cache_count=reused,
+    )
 
 
 def _marks(segments: list[list[int]], types: list[str], total: int) -> list[tuple[int, Kind]]:
