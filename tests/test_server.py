@@ -130,6 +130,7 @@ def test_models_and_health(server):
     _, models = server.get("/v1/models")
     assert [m["id"] for m in models["data"]] == ["demo"]
     assert server.get("/v1/models/demo")[1]["id"] == "demo"
+    assert server.get("/v1/models/d%65mo?beta=true")[1]["id"] == "demo"
     assert server.get("/v1/models/other")[0] == 404
     assert server.get("/health") == (200, {"status": "ok"})
     assert server.get("/nothing")[0] == 404
@@ -293,6 +294,8 @@ def test_web_pages_of_others_are_refused(server):
     assert server.get("/v1/models", Origin="http://evil.example")[0] == 403
     assert server.get("/v1/models", Host="evil.example", Origin="http://evil.example")[0] == 403
     assert server.get("/v1/models", Origin=server.url)[0] == 200
+    assert server.get("/v1/models", Host="[")[0] == 400
+    assert server.get("//[")[0] == 404
 
 
 def test_key():

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from mlx_lm.server import APIHandler, CompletionRequest
 
@@ -78,9 +78,9 @@ class Handler(APIHandler):
     def _guarded(self, answer: Callable[[], None]) -> None:
         metrics = self.response_generator.metrics
         metrics.count("in_flight")
-        self.path = urlsplit(self.path).path  # some clients add a query
-        self.is_messages = self.path.startswith(MESSAGES)
         try:
+            self.path = self.path.partition("?")[0]  # some clients add a query
+            self.is_messages = self.path.startswith(MESSAGES)
             self._check_caller()
             answer()
         except (Stopped, OSError):  # the client has gone: nobody to tell
@@ -96,7 +96,10 @@ class Handler(APIHandler):
     def _check_caller(self) -> None:
         """Web pages of others may not ask, and nobody without the key where one is set."""
         args = self.response_generator.cli_args
-        host = urlsplit(f"//{self.headers.get('Host', 'localhost')}")
+        try:
+            host = urlsplit(f"//{self.headers.get('Host', 'localhost')}")
+        except ValueError as e:
+            raise RequestError(400, f"the Host header is malformed: {e}") from None
         origin = self.headers.get("Origin")
         if args.api_key is None and host.hostname not in (*LOOPBACK, args.host):
             # A page that had its own name point to this machine.
@@ -180,7 +183,7 @@ class Handler(APIHandler):
             | {"type": "model", "display_name": name, "created_at": _iso(self.created)}
             for name in self.response_generator.model_provider.folders
         ]
-        wanted = self.path.removeprefix("/v1/models").strip("/")
+        wanted = unquote(self.path.removeprefix("/v1/models").strip("/"))
         if wanted:
             fleet = self.response_generator.model_provider
             answer: Any = next(m for m in models if m["id"] == fleet.name_of(wanted))
