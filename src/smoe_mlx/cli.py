@@ -30,6 +30,7 @@ from .replay import report
 from .sculptor.recipe import AFFINE_BITS, AFFINE_GROUPS, FIXED
 from .sculptor.shatter import shatter
 from .sculptor.verify import verify
+from .server.commands import add_chat_flags, add_server_flags, run_chat, run_server
 from .stats import Stats, stats, streaming_of
 from .store.reader import IO_MODES
 from .trace import Recorder, force, load_trace
@@ -76,6 +77,16 @@ def build_parser() -> argparse.ArgumentParser:
     _add_drafts(generate)
     _add_instrument(generate)
     generate.set_defaults(run=run_generate)
+
+    chat = commands.add_parser("chat", help="a conversation on the console")
+    add_chat_flags(chat)
+    _add_budget(chat)
+    chat.set_defaults(run=lambda args: run_chat(args, _config(args)))
+
+    server = commands.add_parser("server", help="serve models to OpenAI and Anthropic clients")
+    add_server_flags(server)
+    _add_budget(server)
+    server.set_defaults(run=lambda args: run_server(args, _config(args)))
 
     plan = commands.add_parser("plan", help="say what would be in memory, from headers alone")
     _add_model(plan)

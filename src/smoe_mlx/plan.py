@@ -337,7 +337,7 @@ def make_plan(
     else:
         room = memory
         if room is None:
-            room = available_nbytes - max(SYSTEM_NBYTES, int(SYSTEM_SHARE * available_nbytes))
+            room = usable_nbytes(available_nbytes)
         slots = most_slots(room - fixed(steps[-1]))
         if slots < fewest:
             least = fixed(steps[-1]) + slots_nbytes(fewest)
@@ -413,6 +413,11 @@ def _most_slots(nbytes_of, room: int, fewest: int, total: int) -> int:  # type: 
 
 
 # ---- what the machine has ------------------------------------------------------------------------
+
+
+def usable_nbytes(available: int) -> int:
+    """What a plan takes of the memory that is free: the system keeps the rest."""
+    return available - max(SYSTEM_NBYTES, int(SYSTEM_SHARE * available))
 
 
 def available_memory() -> int:
