@@ -476,3 +476,31 @@ def test_signals_end_it_cleanly(number):
     finally:
         process.kill()
         process.stderr.close()
+
+
+def test_idle_time_fills_free_slots_and_ends_with_a_request(tmp_path, monkeypatch):
+    """What the load began, the idle time after an answer goes on with."""
+    asked = []
+    prewarm = sys.modules["smoe_mlx.server.worker"].prewarm
+
+    def noting(model, stop):
+        assert not stop()
+        asked.append((model._streaming.cache, prewarm(model, stop)))
+        requests = sys._getframe(1).f_locals["self"].requests  # on the thread that takes them
+        requests.put("somebody asks")
+        assert stop()
+        assert requests.get_nowait() == "somebody asks"
+
+    monkeypatch.setattr(sys.modules["smoe_mlx.server.worker"], "prewarm", noting)
+    # The load reads nothing ahead here, so that what is read is the idle time's.
+    monkeypatch.setattr(sys.modules["smoe_mlx.load"], "prewarm_soon", lambda streaming: None)
+    with serving("demo", "--slots", "0.75", "--usage", str(tmp_path / "usage.json")) as client:
+        for n in (1, 2):  # before the first request, and after it
+            deadline = time.monotonic() + SECONDS
+            while len(asked) < n and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert len(asked) == n
+            cache = asked[-1][0]
+            assert not any(bank.free for bank in cache._banks)
+            client.chat("Hello")
+        assert asked[0][1] == cache.slots

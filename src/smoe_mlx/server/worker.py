@@ -22,7 +22,10 @@ from mlx_lm.server import (
     _make_sampler,
 )
 
+from ..errors import SmoeError
+from ..hot import prewarm
 from ..plan import MemoryPlan
+from ..stats import streaming_of
 from .errors import RequestError
 from .fleet import Fleet
 from .metrics import Metrics
@@ -57,6 +60,7 @@ class Generator(ResponseGenerator):
         self.sessions, self.metrics, self.max_queue = sessions, metrics, max_queue
         self.ready = threading.Event()
         self.failure: BaseException | None = None
+        self._idle = False  # since it used its idle time last
         super().__init__(fleet, sessions)
 
     def wait_ready(self) -> None:
@@ -111,12 +115,25 @@ class Generator(ResponseGenerator):
 
     def _next_request(self, timeout: float | None = None) -> Any:
         """Requests whose client has gone are left out before a model is loaded for them."""
+        if timeout is not None:  # no batch is under way
+            self._use_idle_time()
         found = super()._next_request(timeout)
+        if found is not None:
+            self._idle = False
         if found is not None and found[1].gone():
             found[0].put(Stopped())
             self.metrics.count("cancelled")
             return None
         return found
+
+    def _use_idle_time(self) -> None:
+        """Read experts into free slots, the most used first, until a request comes."""
+        model = self.model_provider.model
+        if self._idle or model is None or streaming_of(model).cache.usage is None:
+            return
+        self._idle = True
+        with contextlib.suppress(SmoeError):  # whoever needs that expert will be told
+            prewarm(model, lambda: self._stop or not self.requests.empty())
 
     def _log_cache_stats(self) -> None:
         """/metrics tells it."""
