@@ -27,6 +27,7 @@ from smoe_mlx import StreamingConfig, stats
 from smoe_mlx.forward import decode, optimistic, rollback
 from smoe_mlx.forward.decode import Chooser
 from smoe_mlx.generate import generate_step
+from smoe_mlx.layers import switch as switch_module
 from smoe_mlx.layers.switch import StreamingSwitchGLU
 from smoe_mlx.load import load_model
 
@@ -487,3 +488,78 @@ def test_modes_are_tried_again_after_a_while():
     assert (
         run(chooser, decode.RETRY + 100, {"exact": 3.0, "lag1": 2.0, "token": 2.5}, 0)[-1] == "lag1"
     )
+
+
+def test_a_mode_that_becomes_possible_is_tried_at_once():
+    chooser = Chooser(48)
+    ms = {"exact": 3.0, "lag1": 2.0, "token": 1.0}
+    assert set(run(chooser, 120, ms, missed=4)) == {"exact", "lag1"}
+    assert "token" in run(chooser, 60, ms, missed=0)
+
+
+# ---- layers whose experts are all there ----------------------------------------------------------
+
+
+@pytest.fixture
+def nearly_all(tmp_path):
+    """Four MoE layers of 8 experts, 31 of them in slots: one is missing, in the last layer."""
+    config = {**CONFIGS["qwen3_moe"], "num_hidden_layers": 4}
+    folder = save_checkpoint(tmp_path / "model", random_model(config), config)
+    model = open_model(folder, "exact", 31, lookahead=False, debug=True)
+    cache = model._streaming.cache
+    with cache.lock:
+        for layer in range(4):
+            cache.claim(layer, range(8 - (layer == 3)))
+    assert [cache.is_complete(i) for i in range(4)] == [True, True, True, False]
+    return model, resident(folder)
+
+
+def test_the_host_reads_no_routing_of_a_complete_layer_but_counts_it(nearly_all, monkeypatch):
+    model, reference = nearly_all
+    reads, flat = [], switch_module.flat
+    monkeypatch.setattr(switch_module, "flat", lambda *a: (reads.append(0), flat(*a))[1])
+    cache, other = make_prompt_cache(model), make_prompt_cache(reference)
+    before = stats(model)
+    assert same_bits(step(model, 3, cache), step(reference, 3, other))
+    assert len(reads) == 1  # of the layer that lacks one
+    after, experts = stats(model), model._streaming.cache
+    assert not experts._unread
+    assert [
+        x.hits + x.misses - y.hits - y.misses
+        for x, y in zip(after.layers, before.layers, strict=True)
+    ] == [2] * 4
+    assert [x.calls - y.calls for x, y in zip(after.layers, before.layers, strict=True)] == [1] * 4
+
+
+def test_what_complete_layers_used_counts_as_used(nearly_all):
+    """Their experts are read by nobody when they are called, yet eviction must know of them."""
+    model, _ = nearly_all
+    experts = model._streaming.cache
+    switch = next(
+        m for _, m in model.named_modules() if isinstance(m, StreamingSwitchGLU) and m._layer == 0
+    )
+    x = mx.random.normal((1, 1, CONFIGS["qwen3_moe"]["hidden_size"]))
+    mx.eval(switch(x, mx.array([[[0, 1]]])))  # the two that would go first
+    with experts.lock:
+        experts.catch_up()
+        experts.claim(3, [7])
+    assert experts.table(0)[0] >= 0
+    assert experts.table(0)[1] >= 0
+    assert experts.table(0)[2] < 0
+
+
+def test_slots_of_a_complete_layer_are_not_rewritten_before_it_was_computed(nearly_all):
+    model, reference = nearly_all
+    experts = model._streaming.cache
+    switch = next(
+        m for _, m in model.named_modules() if isinstance(m, StreamingSwitchGLU) and m._layer == 0
+    )
+    plain = reference.layers[0].mlp.switch_mlp
+    x = mx.random.normal((1, 1, CONFIGS["qwen3_moe"]["hidden_size"]))
+    ids = mx.array([[[0, 1]]])
+    mx.eval(x, ids)
+    y = switch(x, ids)  # not evaluated
+    with experts.lock:
+        experts.claim(3, [7])  # into the slot of expert 0, the least recently used
+    assert experts.table(0)[0] < 0
+    assert same_bits(y, plain(x, ids))
