@@ -3,16 +3,23 @@
     python benchmarks/prefill.py
     python benchmarks/prefill.py --model /tmp/bench/mid --tokens 512 4096 --slots 0.125
 
-Three arms: mlx-lm with everything in memory, smoe_mlx layer by layer, and smoe_mlx chunk by chunk
-through the same slots (what it falls back to, and what mlx-lm's own loop does with a streamed
-model). Every prompt is run in a process of its own, after a short one that warms up; the arms take
-turns in an order that moves on with every round. The first token's bits must be the same in all.
-Ratios are medians over the rounds, of pairs within a round.
+Four arms: mlx-lm with everything in memory, smoe_mlx with everything in memory, layer by layer, and
+chunk by chunk through the same slots (what it falls back to, and what mlx-lm's own loop does with a
+streamed model). Every prompt is run in a process of its own, after a short one that warms up; the
+arms take turns in an order that moves on with every round. The first token's bits must be the same
+in all. Ratios are medians over the rounds, of pairs within a round.
 
 `--cold` asks the system to forget the checkpoint's files before each timed prompt (Linux).
+`--verbose` writes a line to stderr after every chunk of every layer: what is done, read and held by
+then. With `--limit` an arm that takes longer is given up, and the others go on; shortly before, it
+writes to stderr where each of its threads is.
+
+On CUDA, MLX prepares attention anew for each length of the keys, which takes a while: give a
+`--width` of 1024 or more, or the shapes and not the experts are what is timed.
 """
 
 import argparse
+import faulthandler
 import hashlib
 import json
 import statistics
@@ -23,7 +30,7 @@ from pathlib import Path
 
 from decode import TEXT, drop_from_page_cache, physical_nbytes, rotated
 
-ARMS = ("mlx-lm", "layer-major", "chunked")
+ARMS = ("mlx-lm", "resident", "layer-major", "chunked")
 
 
 def main() -> None:
@@ -36,6 +43,11 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128, help="tokens of a chunk")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cold", action="store_true", help="drop cached file pages first")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="those to run")
+    parser.add_argument(
+        "--limit", type=float, help="seconds that an arm may take, loading included"
+    )
+    parser.add_argument("--verbose", action="store_true", help="report progress to stderr")
     parser.add_argument("--json", type=Path, help="write all measurements to this file")
     parser.add_argument("--arm", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -49,6 +61,9 @@ def main() -> None:
 
 
 def run_arm(args: argparse.Namespace, arm: str, tokens: int) -> None:
+    if args.limit:
+        faulthandler.dump_traceback_later(0.9 * args.limit)  # once, to stderr
+
     import mlx.core as mx
     import mlx_lm
     import numpy as np
@@ -58,13 +73,22 @@ def run_arm(args: argparse.Namespace, arm: str, tokens: int) -> None:
     from smoe_mlx.generate import generate_step
     from smoe_mlx.hub import find_model
 
+    begin = time.perf_counter()
+
+    def note(text: str) -> None:
+        if args.verbose:
+            now = time.perf_counter() - begin
+            print(f"{now:9.3f} s  {arm}: {text}", file=sys.stderr, flush=True)
+
     folder = find_model(args.model)
     step = mlx_generate_step if arm == "mlx-lm" else generate_step
     if arm == "mlx-lm":
         model, tokenizer = mlx_lm.load(str(folder))
     else:
         config = smoe_mlx.StreamingConfig(
-            slots=args.slots, context=tokens + 1, prefill_step=min(args.width, tokens)
+            slots=1.0 if arm == "resident" else args.slots,
+            context=tokens + 1,
+            prefill_step=min(args.width, tokens),
         )
         model, tokenizer = smoe_mlx.load(folder, config=config)
         if arm == "chunked":
@@ -72,17 +96,29 @@ def run_arm(args: argparse.Namespace, arm: str, tokens: int) -> None:
     text = tokenizer.encode(TEXT)
     prompt = mx.array((text * (tokens // len(text) + 1))[:tokens])
 
+    def progress(done: int, total: int) -> None:
+        if args.verbose:  # looking costs a little
+            now = counters(model)
+            held, spare = mx.get_active_memory() / 1e6, mx.get_cache_memory() / 1e6
+            note(
+                f"{done:,} of {total:,} tokens; {now['bytes'] / 1e6:,.0f} MB read, "
+                f"{now['wait']:.3f} s waited for; MLX holds {held:,.0f} MB, {spare:,.0f} MB spare"
+            )
+
     def first_token(prompt: mx.array) -> mx.array:
         options = {"max_tokens": 1, "prefill_step_size": args.width}
-        return next(iter(step(prompt, model, **options)))[1]
+        return next(iter(step(prompt, model, prompt_progress_callback=progress, **options)))[1]
 
+    note("loaded, warming up")
     first_token(prompt[: args.width // 2])
     if args.cold:
         drop_from_page_cache(folder)
+    note("warm")
     mx.reset_peak_memory()
     before, io, start = counters(model), physical_nbytes(), time.perf_counter()
     logprobs = first_token(prompt)
     seconds = time.perf_counter() - start
+    note(f"first token after {seconds:.3f} s")
     used = {k: v - before[k] for k, v in counters(model).items()}
     # float32 takes every bit of float16 and bfloat16.
     bits = np.array(logprobs.astype(mx.float32)).tobytes()
@@ -118,22 +154,38 @@ def compare(args: argparse.Namespace) -> None:
     runs: list[dict] = []
     for i in range(args.rounds):
         for tokens in args.tokens:
-            for arm in rotated(list(ARMS), i):
-                command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm, str(tokens)]
-                out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-                runs.append(json.loads(out.splitlines()[-1]) | {"round": i})
-                print(
-                    f"round {i + 1} {tokens:>7} {arm:<12}{runs[-1]['seconds']:9.3f} s", flush=True
-                )
+            for arm in rotated(list(args.arms), i):
+                run = run_apart(args, arm, tokens) | {"round": i}
+                runs.append(run)
+                if args.json:
+                    args.json.write_text(
+                        json.dumps({"options": vars(args), "runs": runs}, default=str)
+                    )
+                took = f"{run['seconds']:9.3f} s" if "hash" in run else f"  {run['failed']}"
+                print(f"round {i + 1} {tokens:>7} {arm:<12}{took}", flush=True)
     print()
     print(table(args, runs))
-    if args.json:
-        args.json.write_text(json.dumps({"options": vars(args), "runs": runs}, default=str))
     for tokens in args.tokens:
-        hashes = {r["hash"] for r in runs if r["tokens"] == tokens}
+        hashes = {r["hash"] for r in runs if r["tokens"] == tokens and "hash" in r}
         if len(hashes) > 1:
             sys.exit(f"\nthe arms did NOT compute the same for {tokens} tokens: {sorted(hashes)}")
+    if failed := sum("failed" in r for r in runs):
+        sys.exit(f"\n{failed} of {len(runs)} runs failed")
     print("\nall arms computed the same bits")
+
+
+def run_apart(args: argparse.Namespace, arm: str, tokens: int) -> dict:
+    """What `run_arm` measured in a process of its own, or why it did not."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm, str(tokens)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        out, _ = process.communicate(timeout=args.limit)
+    except subprocess.TimeoutExpired:
+        process.kill()  # not waited for: what a driver has stopped may not even end
+        return {"arm": arm, "tokens": tokens, "failed": f"not done after {args.limit:g} s"}
+    if process.returncode:
+        return {"arm": arm, "tokens": tokens, "failed": f"ended with {process.returncode}"}
+    return json.loads(out.splitlines()[-1])
 
 
 def table(args: argparse.Namespace, runs: list[dict]) -> str:
@@ -143,16 +195,19 @@ def table(args: argparse.Namespace, runs: list[dict]) -> str:
         f"{'MB read':>9}{'of experts':>12}{'from disk':>11}{'peak MB':>9}"
     ]
     for tokens in args.tokens:
-        of = {a: [r for r in runs if (r["arm"], r["tokens"]) == (a, tokens)] for a in ARMS}
-        for arm in ARMS:
-            mine = of[arm]
+        done = [r for r in runs if r["tokens"] == tokens and "hash" in r]
+        for arm in args.arms:
+            mine = [r for r in done if r["arm"] == arm]
+            if not mine:
+                continue
 
             def middle(key: str, mine: list[dict] = mine) -> float:
                 return statistics.median(r[key] or 0 for r in mine)
 
-            def speed(other: str, mine: list[dict] = mine, of: dict = of) -> float:
-                pairs = zip(of[other], mine, strict=True)
-                return statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)
+            def speed(other: str, mine: list[dict] = mine, done: list[dict] = done) -> str:
+                theirs = {r["round"]: r["seconds"] for r in done if r["arm"] == other}
+                ratios = [theirs[r["round"]] / r["seconds"] for r in mine if r["round"] in theirs]
+                return f"{statistics.median(ratios):.2f}" if ratios else "-"
 
             seconds = [r["seconds"] for r in mine]
             size, disk = mine[0]["experts_nbytes"], "-"
@@ -162,7 +217,7 @@ def table(args: argparse.Namespace, runs: list[dict]) -> str:
             lines.append(
                 f"{tokens:>7} {arm:<12}{middle('seconds'):>9.3f}"
                 f"{(max(seconds) - min(seconds)) / min(seconds):>8.0%}"
-                f"{speed('mlx-lm'):>10.2f}{speed('chunked'):>11.2f}"
+                f"{speed('mlx-lm'):>10}{speed('chunked'):>11}"
                 f"{middle('bytes') / 1e6:>9.1f}{share:>12}{disk:>11}"
                 f"{middle('peak_memory') / 1e6:>9.1f}"
             )

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+import smoe_mlx
 from smoe_mlx.skeleton import build_skeleton
 from smoe_mlx.store.layout import ExpertLayout
 from smoe_mlx.store.reader import ExpertReader
@@ -153,3 +154,9 @@ class SlowReader(ExpertReader):
 def slow_disk(monkeypatch):
     """Every reader says that its disk is slow, so that all the ways to read ahead are taken."""
     monkeypatch.setattr(sys.modules["smoe_mlx.load"], "ExpertReader", SlowReader)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """The demo's tokenizer, ids folded into the tiny vocabulary."""
+    return mlx_lm.utils.load_tokenizer(Path(smoe_mlx.__file__).parent / "demo")

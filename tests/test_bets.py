@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 
 import mlx.core as mx
 import numpy as np
@@ -247,6 +248,20 @@ def test_a_bet_that_is_promoted_overtakes_others():
     g.until(lambda: first.done and second.done)
     assert g.order == ["1", "3", "2"]
     g.streamer.stop()
+
+
+def test_a_thread_that_comes_too_late_for_the_last_read_counts_as_gone():
+    """The caller takes reads without the lock; a helper that stayed would be waited for forever."""
+
+    class Snatched(deque):  # empty by the time that a thread gets there
+        def popleft(self):
+            self.clear()
+            return super().popleft()
+
+    reading = Reading(["the last"])
+    reading.todo = Snatched(reading.todo)
+    assert reading.take() is None
+    assert reading.done
 
 
 def test_an_interrupt_while_a_bet_is_cancelled_is_not_lost(model):

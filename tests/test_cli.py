@@ -51,6 +51,16 @@ def test_generate():
     assert flag.stdout == quiet.stdout
 
 
+def test_drafts():
+    base = ["generate", "demo", "-m", "60", "-p", "a b c d a b c d a b c d a b", "--slots", "0.25"]
+    plain = smoe(*base).stdout
+    for flags in (["--prompt-lookup", "2"], ["--draft-model", "demo", "--num-draft-tokens", "2"]):
+        out = smoe(*base, *flags)
+        assert out.stdout == plain
+        assert "drafts accepted" in out.stderr
+    assert "leave the drafts out" in smoe(*base, *flags, "--instrument", status=1).stderr
+
+
 def test_plan():
     out = smoe("plan", "demo", "--memory", "30MB").stdout
     for word in ("backbone", "expert slots", "KV cache", "total", "smallest", "useful"):

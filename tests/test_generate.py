@@ -1,6 +1,7 @@
 """Generation through the library's own loop and through mlx-lm's: the same tokens as resident."""
 
 import itertools
+from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
@@ -14,12 +15,13 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_tokenizer
 
 import smoe_mlx
 from smoe_mlx.generate import generate_step as smoe_generate_step
 from smoe_mlx.load import load_model
 
+DEMO = Path(smoe_mlx.__file__).parent / "demo"
 ARCHS = ["qwen3_moe", "gpt_oss", "qwen3_next", "deepseek_v3", "nemotron_h", "gemma4_text"]
 OPTIONS = {
     "greedy": {},
@@ -113,25 +115,56 @@ def test_batch_generate(tiny, tokenizer):
     assert any(expected.texts)
 
 
-def test_speculative_decoding(tiny, tokenizer):
-    folder = tiny("qwen3_moe", "affine")
-    draft = resident(tiny("qwen2_moe", "affine"))
-    expected = mlx_lm.generate(resident(folder), tokenizer, random_tokens(9), max_tokens=12)
-    got = smoe_mlx.generate(
-        streamed(folder), tokenizer, random_tokens(9), max_tokens=12, draft_model=draft
-    )
-    assert got == expected
+FIELDS = ("text", "token", "from_draft", "prompt_tokens", "generation_tokens", "finish_reason")
 
 
-def test_stream_generate_responses_are_mlx_lms(tiny, tokenizer):
-    folder = tiny("qwen3_moe", "affine")
-    prompt = random_tokens(9)
-    a = list(mlx_lm.stream_generate(resident(folder), tokenizer, prompt, max_tokens=8))
-    b = list(smoe_mlx.stream_generate(streamed(folder), tokenizer, prompt, max_tokens=8))
-    fields = ("text", "token", "from_draft", "prompt_tokens", "generation_tokens", "finish_reason")
-    assert [[getattr(r, f) for f in fields] for r in a] == [
-        [getattr(r, f) for f in fields] for r in b
-    ]
+def responses(module, model, tokenizer, prompt, **options):
+    mx.random.seed(5)
+    steps = module.stream_generate(model, tokenizer, prompt, **options)
+    return [[getattr(r, f) for f in FIELDS] for r in steps]
+
+
+@pytest.mark.parametrize("slots", [0.4, 1.0])
+@pytest.mark.parametrize("kind", [list, mx.array, str])
+def test_stream_generate_responses_are_mlx_lms(kind, slots, tiny, tokenizer):
+    folder, text = tiny("qwen3_moe", "affine"), "a b c"
+    assert max(tokenizer.encode(text)) < 512  # the tiny vocabulary
+    prompt = text if kind is str else kind(random_tokens(9))
+    for t in (tokenizer, tokenizer._tokenizer):  # mlx-lm's, and as transformers makes it
+        a = responses(mlx_lm, resident(folder), t, prompt, max_tokens=8)
+        assert [r[-1] for r in a] == [None] * 7 + ["length"]
+        assert responses(smoe_mlx, streamed(folder, slots), t, prompt, max_tokens=8) == a
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+def test_stop_tokens_end_the_text(lookup, tiny):
+    folder, prompt = tiny("qwen3_moe", "affine"), random_tokens(9)
+    sampler = make_sampler(temp=1.0)
+    tokens = tokens_of(generate_step, resident(folder), prompt, sampler=lambda: sampler)[0]
+    end = next(i for i in range(3, 12) if tokens[i] not in tokens[:i])
+    tokenizer = load_tokenizer(DEMO, eos_token_ids=[tokens[end], 511])
+    for max_tokens in (end + 1, 30, -1):
+        options = {"max_tokens": max_tokens, "sampler": sampler}
+        a = responses(mlx_lm, resident(folder), tokenizer, prompt, **options)
+        assert a[-1][-1] == "stop"
+        assert len(a) == end + 1
+        options["prompt_lookup"] = lookup
+        assert responses(smoe_mlx, streamed(folder), tokenizer, prompt, **options) == a
+
+
+@pytest.mark.parametrize("slots", [0.4, 1.0])
+def test_input_embeddings(slots, tiny, tokenizer):
+    folder, prompt = tiny("qwen3_moe", "affine"), random_tokens(9)
+    reference, model = resident(folder), streamed(folder, slots)
+    embeddings = reference.model.embed_tokens(mx.array(random_tokens(9, seed=8)))
+    without = responses(mlx_lm, reference, tokenizer, prompt, max_tokens=8)
+    for text in (prompt, []):
+        options = {"input_embeddings": embeddings, "max_tokens": 8}
+        a = responses(mlx_lm, reference, tokenizer, text, **options)
+        assert a != without
+        assert responses(smoe_mlx, model, tokenizer, text, **options) == a
+    with pytest.raises(ValueError, match="sequence length"):
+        responses(smoe_mlx, model, tokenizer, [1], input_embeddings=embeddings)
 
 
 def test_no_forward_is_wasted(tiny, monkeypatch):
@@ -165,15 +198,3 @@ def test_bad_calls_are_told_so(tiny, tokenizer):
         list(smoe_mlx.stream_generate(model, tokenizer, [1], max_tokens=0))
     with pytest.raises(smoe_mlx.UnsupportedModelError, match=r"smoe_mlx\.load"):
         list(smoe_mlx.stream_generate(resident(folder), tokenizer, [1]))
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    """The demo's tokenizer, ids folded into the tiny vocabulary."""
-    from pathlib import Path
-
-    from mlx_lm.utils import load_tokenizer
-
-    tokenizer = load_tokenizer(Path(smoe_mlx.__file__).parent / "demo")
-    assert isinstance(tokenizer, TokenizerWrapper)
-    return tokenizer

@@ -143,7 +143,7 @@ def check_plan(plan: MemoryPlan, layouts, shape: ModelShape) -> None:
     assert plan.slots == sum(b.slots for b in plan.banks)
     assert plan.slots_nbytes == sum(b.slots * b.expert_nbytes for b in plan.banks)
     assert (plan.backbone, plan.kv_cache) == (shape.backbone_nbytes, shape.kv_nbytes)
-    assert plan.activations == activation_nbytes(shape, plan.prefill_step, shape.context)
+    assert plan.activations == activation_nbytes(shape, plan.prefill_step)
     assert plan.prefill_step <= plan.prefill_tokens <= plan.context
     assert plan.num_experts == sum(x.num_experts for x in layouts)
     assert plan.experts_nbytes == sum(x.nbytes for x in layouts)
@@ -418,11 +418,12 @@ def test_the_printed_plan_says_of_how_much_memory():
     assert "of 50 MB given" in str(plan_of(plain, memory="50MB"))
 
 
-@given(st.integers(1, 4096), st.integers(1, 4096), st.booleans())
-def test_activations_grow_with_the_tokens(tokens, more, scores):
-    shape = make_shape(plain, scores_in_memory=scores)
-    a, b = (activation_nbytes(shape, n, 4096) for n in (tokens, tokens + more))
+@given(st.integers(1, 4096), st.integers(1, 4096), st.integers(0, 10**6))
+def test_activations_grow_with_the_tokens_and_their_scores(tokens, more, scores):
+    shape = make_shape(plain, score_nbytes=scores)
+    a, b = (activation_nbytes(shape, n) for n in (tokens, tokens + more))
     assert 0 < a < b
+    assert b - a >= more * scores
 
 
 # ---- sizes as text -------------------------------------------------------------------------------

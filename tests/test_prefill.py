@@ -9,6 +9,7 @@ import shutil
 import threading
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from conftest import (
@@ -223,6 +224,63 @@ def test_no_more_bytes_than_those_of_the_distinct_experts(length, slots, slim, m
     assert got.layers[2].misses == 2
     assert (got.waves > got.calls) == (slots < 16)
     assert got.prefill_passes == 1
+
+
+class WatchedHead(nn.Module):
+    """An LM head that knows for how many rows it was evaluated, not just built into a graph."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head, self.built = head, []
+
+    def __call__(self, x):
+        flag = mx.zeros((1,), mx.uint8)
+        mx.eval(flag)
+        zero = flag == 0  # still to be evaluated, together with the logits
+        self.built.append((x.shape[-2], flag, zero))
+        return mx.depends(self.head(x), [zero])
+
+    def rows(self):
+        for _, flag, _ in self.built:
+            np.frombuffer(memoryview(flag), np.uint8)[:] = 1
+        return [n for n, _, zero in self.built if zero.item()]
+
+
+@pytest.mark.parametrize("slots", [20, 8])
+def test_positions_that_emit_nothing_take_no_head_no_sampler_and_no_last_experts(slots, slim):
+    model, prompt = streamed(slim, slots, prefill_step=64), mx.array(random_tokens(300))
+    model.lm_head = head = WatchedHead(model.lm_head)
+    samples = []
+
+    def sampler(logprobs):
+        samples.append(logprobs.shape)
+        return mx.argmax(logprobs, axis=-1)
+
+    list(generate_step(prompt, model, max_tokens=1, sampler=sampler))
+    assert len(head.built) == 6  # chunks
+    assert head.rows() == [1]
+    assert samples == [(1, 512)]
+    got = smoe_mlx.stats(model)
+    assert got.layers[0].misses == 16
+    assert got.layers[2].misses == 2  # one token's
+    reference, head = resident(slim), WatchedHead(None)  # the negative control
+    head.head, reference.lm_head = reference.lm_head, head
+    mx.eval(reference(prompt[None]))
+    assert head.rows() == [300]
+
+
+@pytest.mark.parametrize("slots", [20, 8])
+def test_a_plain_call_reads_each_expert_once(slots, slim):
+    model, tokens = streamed(slim, slots), mx.array([random_tokens(300)])
+    for _ in range(2):
+        before = smoe_mlx.stats(model)
+        mx.eval(model(tokens))
+        got = smoe_mlx.stats(model)
+        for layer, (a, b) in enumerate(zip(before.layers, got.layers, strict=True)):
+            assert b.hits - a.hits + b.misses - a.misses == 16, layer
+            assert b.calls - a.calls == 1
+        size = model._streaming.cache.layouts[0].expert_nbytes
+        assert got.bytes_read - before.bytes_read == (got.misses - before.misses) * size
 
 
 @pytest.mark.parametrize("slots", [20, 40])

@@ -33,6 +33,7 @@ from .replay import report
 from .sculptor.recipe import AFFINE_BITS, AFFINE_GROUPS, FIXED
 from .sculptor.shatter import shatter
 from .sculptor.verify import verify
+from .server.commands import add_chat_flags, add_server_flags, run_chat, run_server
 from .stats import Stats, stats, streaming_of
 from .store.reader import IO_MODES
 from .trace import Recorder, force, load_trace
@@ -68,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="stream the bundled model, a quarter of it in memory")
     _add_prompt(demo, DEMO_PROMPT, temp=0.7, top_p=0.95, max_tokens=200)
     _add_budget(demo, slots=0.25)
+    _add_drafts(demo)
     _add_instrument(demo)
     demo.set_defaults(run=run_generate, model=DEMO, seed=7)
 
@@ -75,8 +77,19 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model(generate)
     _add_prompt(generate, "hello", temp=0.0, top_p=1.0, max_tokens=100)
     _add_budget(generate)
+    _add_drafts(generate)
     _add_instrument(generate)
     generate.set_defaults(run=run_generate)
+
+    chat = commands.add_parser("chat", help="a conversation on the console")
+    add_chat_flags(chat)
+    _add_budget(chat)
+    chat.set_defaults(run=lambda args: run_chat(args, _config(args)))
+
+    server = commands.add_parser("server", help="serve models to OpenAI and Anthropic clients")
+    add_server_flags(server)
+    _add_budget(server)
+    server.set_defaults(run=lambda args: run_server(args, _config(args)))
 
     plan = commands.add_parser("plan", help="say what would be in memory, from headers alone")
     _add_model(plan)
@@ -88,6 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model(stats_)
     _add_prompt(stats_, "hello", temp=0.0, top_p=1.0, max_tokens=100)
     _add_budget(stats_)
+    _add_drafts(stats_)
     stats_.add_argument("--json", action="store_true", help="print JSON")
     stats_.set_defaults(run=run_stats)
 
@@ -242,6 +256,24 @@ def _add_prompt(
     add("--quiet", "-q", action="store_true", help="print nothing but the text")
 
 
+def _add_drafts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("drafts, used while they are faster")
+    either = group.add_mutually_exclusive_group()
+    either.add_argument("--draft-model", help="a smaller model with the same tokenizer, in memory")
+    either.add_argument(
+        "--prompt-lookup",
+        type=_from_one,
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="N",
+        help="what followed the last N tokens where they came before (default: 3)",
+    )
+    group.add_argument(
+        "--num-draft-tokens", type=_from_one, default=3, help="for one pass (default: 3)"
+    )
+
+
 def _add_instrument(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("instrument panel")
     group.add_argument(
@@ -261,6 +293,12 @@ def _add_quantisation(parser: argparse.ArgumentParser, prefix: str, what: str) -
     group.add_argument(f"--{prefix}bits", type=int, choices=AFFINE_BITS)
     group.add_argument(f"--{prefix}group-size", type=int, choices=(16, *AFFINE_GROUPS))
     group.add_argument(f"--{prefix}mode", choices=("affine", *FIXED))
+
+
+def _from_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 on")
+    return int(text)
 
 
 def _slots(text: str) -> int | float:
@@ -384,6 +422,8 @@ def _check_instrument(args: argparse.Namespace) -> None:
         if args.probe_disk:
             raise SmoeError("--probe-disk goes with --instrument")
         return
+    if args.draft_model is not None or args.prompt_lookup:
+        raise SmoeError("--instrument looks at passes of one token: leave the drafts out")
     if args.seed is None:  # the same tokens have to come twice
         args.seed = random.randrange(1 << 31)
     for path in args.instrument:
@@ -431,8 +471,12 @@ def run_stats(args: argparse.Namespace) -> None:
 def one_line(response: Any, s: Stats) -> str:
     """The line of truth after a generation."""
     rate = f"{100 * s.hit_rate:.0f} % hits" if s.hits + s.misses else "all experts in memory"
+    d = s.drafts
+    notes = f"{d.accepted:,} of {d.drafted:,} drafts accepted, " if d.passes else ""
+    notes += f"{d.note}, " if d.note else ""
+    notes += f"LOSSY ({s.dropped:,} experts left out), " if s.dropped else ""
     return (
-        f"{response.generation_tps:.1f} tok/s, {rate}, {format_bytes(s.bytes_read)} read, "
+        f"{response.generation_tps:.1f} tok/s, {notes}{rate}, {format_bytes(s.bytes_read)} read, "
         f"peak {format_bytes(s.peak_memory)} (plan {format_bytes(s.plan.total)}: "
         f"{s.plan.slots:,} of {s.plan.num_experts:,} experts)"
     )
@@ -496,7 +540,28 @@ def _responses(
         kv_group_size=args.kv_group_size,
         quantized_kv_start=args.quantized_kv_start,
         prefill_step_size=args.prefill_step_size,
+        **_draft_options(args, tokenizer),
     )
+
+
+def _draft_options(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
+    if not hasattr(args, "draft_model"):  # smoe-mlx trace
+        return {}
+    draft_model = None
+    if args.draft_model is not None:
+        import mlx_lm
+
+        draft_model, of_draft = mlx_lm.load(str(find_model(args.draft_model)))[:2]
+        if of_draft.vocab_size != tokenizer.vocab_size:
+            raise SmoeError(
+                f"--draft-model {args.draft_model}: its tokenizer has {of_draft.vocab_size}, "
+                f"the model's {tokenizer.vocab_size} tokens. It must be the same one."
+            )
+    return {
+        "draft_model": draft_model,
+        "prompt_lookup": args.prompt_lookup,
+        "num_draft_tokens": args.num_draft_tokens,
+    }
 
 
 def run_trace(args: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ from .hot import cache_folder
 from .hub import fetch_headers, find_local
 from .load import open_weights, plan_for
 from .machine import total_memory, used_swap
-from .plan import INTERPRETER_NBYTES, SYSTEM_NBYTES, SYSTEM_SHARE, MemoryPlan, format_bytes
+from .plan import INTERPRETER_NBYTES, SYSTEM_NBYTES, MemoryPlan, format_bytes, usable_nbytes
 from .skeleton import Skeleton, build_skeleton
 from .speed import Compute, Forecast, forecast, measure_compute
 from .store.files import OpenFile
@@ -268,13 +268,8 @@ def _known_disks(store: Path) -> dict[str, Any]:
 # ---- advice --------------------------------------------------------------------------------------
 
 
-def _room(available: float) -> float:
-    """What a plan may use of the available memory."""
-    return available - max(SYSTEM_NBYTES, SYSTEM_SHARE * available) - INTERPRETER_NBYTES
-
-
 def _machine_for(nbytes: int) -> str:
-    size = next((n for n in SIZES if _room(AVAILABLE_SHARE * n) >= nbytes), None)
+    size = next((n for n in SIZES if usable_nbytes(int(AVAILABLE_SHARE * n)) >= nbytes), None)
     return (
         "more memory than machines have" if size is None else f"a machine with {size // 10**9} GB"
     )
@@ -290,8 +285,8 @@ def _advice(
 ) -> list[str]:
     notes = []
     if problem:
-        lacking = whole.useful - _room(available)
-        if _room(0.9 * total) >= whole.useful and lacking > 0:
+        lacking = whole.useful - usable_nbytes(available)
+        if usable_nbytes(int(0.9 * total)) >= whole.useful and lacking > 0:
             notes.append(f"Close programs that hold {format_bytes(lacking, up=True)}.")
         else:
             notes.append(f"It works on {_machine_for(whole.minimum)}.")

@@ -7,7 +7,9 @@ looking ahead hides nothing, delays every token by a forward and wastes the last
 """
 
 import functools
+import math
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,23 +22,38 @@ from mlx_lm.generate import (
     maybe_quantize_kv_cache,
 )
 from mlx_lm.generate import generate_step as mlx_generate_step
-from mlx_lm.generate import stream_generate as mlx_stream_generate
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .forward.prefill import prefill
 from .hot import pin_hot
+from .speculative import Drafter, DraftModel, look_up, room_of
 from .stats import streaming_of
 
 # Freed buffers are given back to the system this often (as mlx-lm does).
 CLEAR_CACHE_EVERY = 256
+PROMPT_LOOKUP = 3  # tokens that have to match before drafts are worth a try (benchmarks/README.md)
 
 
 def generate_step(
+    prompt: mx.array, model: nn.Module, stream: Any = generation_stream, **options: Any
+) -> Iterator[tuple[int, mx.array]]:
+    """Yield (token, logprobs [vocab]) one after the other; arguments of mlx-lm's `generate_step`.
+
+    `prefill_step_size` None takes what the memory plan chose (2048 where memory allows it).
+    """
+    for token, logprobs, _ in speculative_generate_step(prompt, model, None, stream, **options):
+        yield token, logprobs
+
+
+def speculative_generate_step(
     prompt: mx.array,
     model: nn.Module,
+    draft_model: nn.Module | None = None,
     stream: Any = generation_stream,
     *,
+    num_draft_tokens: int = 3,
+    prompt_lookup: int | bool = False,
     max_tokens: int = 256,
     sampler: Callable[[mx.array], mx.array] | None = None,
     logits_processors: list[Callable[[mx.array, mx.array], mx.array]] | None = None,
@@ -48,35 +65,75 @@ def generate_step(
     quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     input_embeddings: mx.array | None = None,
-) -> Iterator[tuple[int, mx.array]]:
-    """Yield (token, logprobs [vocab]) one after the other; arguments of mlx-lm's `generate_step`.
+) -> Iterator[tuple[int, mx.array, bool]]:
+    """Yield (token, logprobs [vocab], whether it was drafted), with or without drafts.
 
-    `prefill_step_size` None takes what the memory plan chose (2048 where memory allows it).
+    Arguments are those of mlx-lm's `speculative_generate_step` and `generate_step`, and:
+
+    Args:
+        draft_model: drafts tokens (docs/speculative.md). A `prompt_cache` then holds the model's
+            entries and after them the draft model's.
+        num_draft_tokens: most tokens that are drafted for one pass.
+        prompt_lookup: draft what followed the last so many tokens where they came before. True
+            is 3.
+
+    Raises:
+        ValueError: options that do not go together, or an empty prompt.
     """
     streaming = streaming_of(model)
     plan = streaming.plan
     step_size = min(prefill_step_size or plan.prefill_step, plan.widest_step)
-    options = {
-        "max_tokens": max_tokens,
-        "sampler": sampler,
-        "logits_processors": logits_processors,
-        "max_kv_size": max_kv_size,
-        "prompt_cache": prompt_cache,
-        "prefill_step_size": step_size,
-        "kv_bits": kv_bits,
-        "kv_group_size": kv_group_size,
-        "quantized_kv_start": quantized_kv_start,
-        "prompt_progress_callback": prompt_progress_callback,
-        "input_embeddings": input_embeddings,
-    }
-    if streaming.cache.holds_all or input_embeddings is not None:
-        yield from mlx_generate_step(prompt, model, stream, **options)
+    drafting = draft_model is not None or prompt_lookup
+    if draft_model is not None and prompt_lookup:
+        raise ValueError("give either draft_model or prompt_lookup")
+    if drafting and input_embeddings is not None:
+        raise ValueError("drafts and input_embeddings do not go together")
+    if drafting and num_draft_tokens < 1:
+        raise ValueError(f"num_draft_tokens={num_draft_tokens}: at least 1")
+    if prompt_lookup < 0:
+        raise ValueError(f"prompt_lookup={prompt_lookup}: a number of tokens, or False")
+    if input_embeddings is not None or (streaming.cache.holds_all and not drafting):
+        for token, logprobs in mlx_generate_step(
+            prompt,
+            model,
+            stream,
+            max_tokens=max_tokens,
+            sampler=sampler,
+            logits_processors=logits_processors,
+            max_kv_size=max_kv_size,
+            prompt_cache=prompt_cache,
+            prefill_step_size=step_size,
+            kv_bits=kv_bits,
+            kv_group_size=kv_group_size,
+            quantized_kv_start=quantized_kv_start,
+            prompt_progress_callback=prompt_progress_callback,
+            input_embeddings=input_embeddings,
+        ):
+            yield token, logprobs, False
         return
     if len(prompt) == 0:
         raise ValueError("the prompt is empty")
-    cache = prompt_cache or make_prompt_cache(model, max_kv_size=max_kv_size)
+    cache = make_prompt_cache(model, max_kv_size) if prompt_cache is None else prompt_cache
+    drafter = second = None
+    if draft_model is not None:
+        draft_cache = make_prompt_cache(draft_model)
+        if prompt_cache is not None:
+            own = len(make_prompt_cache(model))
+            if len(prompt_cache) != own + len(draft_cache):
+                raise ValueError(
+                    f"prompt_cache has {len(prompt_cache)} entries: with a draft model, give the "
+                    f"model's {own} and then the draft model's {len(draft_cache)}"
+                )
+            cache, draft_cache = prompt_cache[:own], prompt_cache[own:]
+        second = DraftModel(draft_model, draft_cache, step_size, streaming.drafts)
+        drafter = Drafter(second, num_draft_tokens, streaming.drafts)
+    elif prompt_lookup:
+        match = PROMPT_LOOKUP if prompt_lookup is True else prompt_lookup
+        propose = functools.partial(look_up, match=match)
+        drafter = Drafter(propose, num_draft_tokens, streaming.drafts)
     progress = prompt_progress_callback or (lambda done, total: None)
     sampler = sampler or (lambda logprobs: mx.argmax(logprobs, axis=-1))
+    quantized_from = math.inf if kv_bits is None else quantized_kv_start
     quantize_cache = functools.partial(
         maybe_quantize_kv_cache,
         quantized_kv_start=quantized_kv_start,
@@ -99,31 +156,60 @@ def generate_step(
     timed = getattr(type(model), "timed_sampling", None)  # while `instrument` is on
     sample = emit if timed is None else timed(emit)
 
-    def step(tokens: mx.array) -> tuple[int, mx.array]:
-        logits = streaming.decoding.step(model, tokens[None], cache)[:, -1, :]
-        quantize_cache(cache)
-        sampled = sample(logits, tokens)
-        streaming.decoding.done()
-        return sampled
-
+    text: array[int] = array("q", prompt.tolist())  # type: ignore[arg-type]
+    drafts: list[int] = []
+    n = row = 0
+    ahead = 0  # tokens in the cache beyond all but the last of the text
+    seconds = 0.0  # that the last pass took
     pin_hot(streaming)
     try:
         with mx.stream(stream):
             total = len(prompt)
             progress(0, total)
             logits = prefill(model, streaming, prompt, cache, step_size, quantize_cache, progress)
+            if second is not None and room_of(cache) >= 2:
+                second.feed(text)
             token, logprobs = emit(logits, prompt)
             progress(total, total)
-        n = 0
+        text.append(token)
+        from_draft = False
         while n != max_tokens:
-            yield token, logprobs
+            yield token, logprobs, from_draft
             n += 1
             if n % CLEAR_CACHE_EVERY == 0:
                 mx.clear_cache()
-            if n != max_tokens:
-                with mx.stream(stream):
-                    token, logprobs = step(mx.array([token], prompt.dtype))
+            if n == max_tokens:
+                break
+            start = time.perf_counter()
+            with mx.stream(stream):
+                if from_draft:  # the last pass went on from this very token
+                    row, ahead = row + 1, ahead - 1
+                else:
+                    if ahead:
+                        trim_prompt_cache(cache, ahead)
+                        ahead = 0
+                    if drafter is not None:
+                        if seconds:
+                            drafter.saw(drafts, row + 1, seconds)
+                        most = min(step_size, max_tokens - n if max_tokens > 0 else step_size) - 1
+                        drafts = drafter(text, cache, most, quantized_from)
+                    tokens = mx.array([[token, *drafts]], prompt.dtype)
+                    logits = streaming.decoding.step(model, tokens, cache)
+                    quantize_cache(cache)
+                    row, ahead, seconds = 0, len(drafts), 0.0
+                token, logprobs = sample(logits[:, row, :], mx.array([token], prompt.dtype))
+                streaming.decoding.done()
+            text.append(token)
+            from_draft = row < len(drafts) and token == drafts[row]
+            streaming.drafts.accepted += from_draft
+            seconds += time.perf_counter() - start
     finally:
+        if ahead:
+            trim_prompt_cache(cache, ahead)
+        if second is not None and prompt_cache is not None and n:
+            with mx.stream(stream):
+                second.feed(text[:-1])
+            prompt_cache[:] = cache + draft_cache  # entries were replaced if they were quantised
         streaming.cache.settle()
         if streaming.cache.usage is not None:
             streaming.cache.usage.save()
@@ -140,20 +226,15 @@ def stream_generate(
 ) -> Iterator[GenerationResponse]:
     """Generate text and yield it piece by piece; arguments and responses of mlx-lm's function.
 
+    `prompt_lookup=True` drafts from the text itself (docs/speculative.md).
+
     Raises:
         UnsupportedModelError: the model was not loaded by `smoe_mlx.load`.
         ExpertReadError, CheckpointChangedError: an expert could not be read.
     """
     if max_tokens == 0:
         raise ValueError("max_tokens must not be 0 (-1 for no limit)")
-    streaming = streaming_of(model)
-    if draft_model is not None:
-        kwargs.setdefault("prefill_step_size", streaming.plan.prefill_step)
-        yield from mlx_stream_generate(
-            model, tokenizer, prompt, max_tokens, draft_model, stream, **kwargs
-        )
-        return
-    kwargs.pop("num_draft_tokens", None)
+    streaming_of(model)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     if isinstance(prompt, str):
@@ -164,12 +245,14 @@ def stream_generate(
     start = time.perf_counter()
     prompt_tps = 0.0
 
-    def response(n: int, token: int, logprobs: mx.array, finish: str | None) -> GenerationResponse:
+    def response(
+        n: int, token: int, logprobs: mx.array, from_draft: bool, finish: str | None
+    ) -> GenerationResponse:
         return GenerationResponse(
             text=detokenizer.last_segment,
             token=token,
             logprobs=logprobs,
-            from_draft=False,
+            from_draft=from_draft,
             prompt_tokens=prompt.size,
             prompt_tps=prompt_tps,
             generation_tokens=n,
@@ -179,7 +262,9 @@ def stream_generate(
         )
 
     n = 0
-    for token, logprobs in generate_step(prompt, model, stream, max_tokens=max_tokens, **kwargs):
+    for token, logprobs, from_draft in speculative_generate_step(
+        prompt, model, draft_model, stream, max_tokens=max_tokens, **kwargs
+    ):
         n += 1
         if n == 1:
             prompt_tps = prompt.size / (time.perf_counter() - start)
@@ -191,9 +276,9 @@ def stream_generate(
         if n == max_tokens:
             finish = "length"
             break
-        yield response(n, token, logprobs, None)
+        yield response(n, token, logprobs, from_draft, None)
     detokenizer.finalize()
-    yield response(n, token, logprobs, finish)
+    yield response(n, token, logprobs, from_draft, finish)
 
 
 def generate(
@@ -218,4 +303,6 @@ def generate(
             f"{r.generation_tokens} at {r.generation_tps:.1f} tok/s, "
             f"peak memory {r.peak_memory:.3f} GB"
         )
+        if dropped := streaming_of(model).decoding.dropped:
+            print(f"LOSSY: {dropped:,} experts left out, not the model's own answer")
     return text

@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.nn as nn
@@ -20,7 +21,7 @@ from .stats import Streaming, streaming_of
 USAGE_FILE = "smoe-usage.json"
 
 
-def prewarm(model: nn.Module) -> int:
+def prewarm(model: nn.Module, stop: Callable[[], bool] = lambda: False) -> int:
     """Read experts into free slots, the most used first; returns how many were read.
 
     For idle time: call it from any thread while nothing is generated. It ends when no slot is free
@@ -29,12 +30,16 @@ def prewarm(model: nn.Module) -> int:
     without it, any are read. Where that does not pay, with slots for less than two tokens' experts
     or for all, it does nothing.
 
+    Args:
+        stop: asked before each expert; true ends it.
+
     Raises:
         UnsupportedModelError: the model was not loaded by `smoe_mlx.load`.
         ExpertReadError, CheckpointChangedError: an expert could not be read.
     """
     streaming = streaming_of(model)
-    return streaming.cache.prewarm(_worth_reading(streaming))
+    keys = _worth_reading(streaming)
+    return streaming.cache.prewarm(itertools.takewhile(lambda _: not stop(), keys))
 
 
 def _worth_reading(streaming: Streaming) -> list[Key]:

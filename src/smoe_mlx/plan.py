@@ -45,7 +45,15 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the plan must know of a model; `kv_nbytes` is the KV cache of `context` tokens."""
+    """What the plan must know of a model.
+
+    Attributes:
+        kv_nbytes: the KV cache of `context` tokens.
+        kv_beside: keys and values of one layer beside its cache, as it grows or as MLA expands it.
+        score_nbytes: what attention writes out for each token, beside its inputs and outputs.
+        mask_windows: of the mask arrays that a forward keeps, a byte each.
+        keeps_buffers: the backend keeps freed buffers for later (MLX's GPUs).
+    """
 
     backbone_nbytes: int
     layers: tuple[LayerShape, ...]
@@ -56,9 +64,10 @@ class ModelShape:
     activation_itemsize: int
     context: int
     kv_nbytes: int
-    mask_windows: tuple[int, ...] = ()  # of the mask arrays that a forward keeps, a byte each
-    scores_in_memory: bool = False  # the backend writes attention scores out (MLX's CPU)
-    keeps_buffers: bool = False  # the backend keeps freed buffers for later (MLX's GPUs)
+    kv_beside: int = 0
+    score_nbytes: int = 0
+    mask_windows: tuple[int, ...] = ()
+    keeps_buffers: bool = False
 
 
 @dataclass(frozen=True)
@@ -207,21 +216,21 @@ def format_bytes(n: float, up: bool = False) -> str:
 _DECIMAL = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("B", 1))
 
 
-def activation_nbytes(shape: ModelShape, tokens: int, context: int) -> int:
+def activation_nbytes(shape: ModelShape, tokens: int) -> int:
     """An upper estimate of what one forward of `tokens` tokens holds at its widest point.
 
     The widest point is inside a MoE layer (a routed pair: row gathered, both hidden maps, their
     product, the output in two orders, weighted and summed) or inside attention (queries, keys,
-    values, output, and the scores where the backend writes them out: MLX on a CPU), beside a few
-    hidden states. Factors measured on CPU with `benchmarks/memory.py`.
+    values and the output, normed, rotated, scaled and transposed; and what `score_nbytes` says),
+    beside a few hidden states. Factors measured on a CPU, where MLX allocates up to a hundred
+    operations ahead.
     """
     size = shape.activation_itemsize
-    experts = max(x.top_k * (6 * x.input_dims + 3 * x.hidden_dims) for x in shape.layers)
-    scores = shape.num_heads * max(context, tokens) if shape.scores_in_memory else 0
-    attention = 4 * shape.num_heads * shape.head_dim + scores
-    per_token = (max(experts, attention) + 4 * shape.hidden_size) * size
+    experts = size * max(x.top_k * (6 * x.input_dims + 3 * x.hidden_dims) for x in shape.layers)
+    attention = size * 13 * shape.num_heads * shape.head_dim + shape.score_nbytes
+    per_token = max(experts, attention) + size * 4 * shape.hidden_size
     logits = 4 * shape.vocab_size * max(size, 4)
-    return tokens * per_token + logits
+    return tokens * per_token + logits + shape.kv_beside
 
 
 def state_nbytes(shape: ModelShape, step: int, outputs: bool) -> int:
@@ -323,7 +332,7 @@ def make_plan(
     kv, context = shape.kv_nbytes, shape.context
 
     def activations(step: int) -> int:
-        return activation_nbytes(shape, step, context)
+        return activation_nbytes(shape, step)
 
     def buffers(step: int) -> int:
         return int(shape.keeps_buffers * BUFFER_CACHE_SHARE * activations(step))
@@ -362,8 +371,7 @@ def make_plan(
         room = memory
         if room is None:
             available = available_nbytes
-            system = max(SYSTEM_NBYTES, int(SYSTEM_SHARE * available))
-            room = available - system - INTERPRETER_NBYTES
+            room = usable_nbytes(available)
             rest = room - fixed(steps[-1]) - slots_nbytes(min(max(reads, fewest), total))
             if room < fixed(steps[-1]) + slots_nbytes(total) and config.io != "direct":
                 page_cache = max(0, min(int(PAGE_CACHE_SHARE * available), rest))
@@ -445,3 +453,8 @@ def _most_slots(nbytes_of, room: int, fewest: int, total: int) -> int:  # type: 
         else:
             high = middle - 1
     return low
+
+
+def usable_nbytes(available: int) -> int:
+    """What MLX may take of the available memory: the system and the interpreter keep the rest."""
+    return available - max(SYSTEM_NBYTES, int(SYSTEM_SHARE * available)) - INTERPRETER_NBYTES

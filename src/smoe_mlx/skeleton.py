@@ -470,7 +470,7 @@ def measure_shape(skeleton: Skeleton, options: StreamingConfig) -> ModelShape:
     context = options.context
     if context is None:
         context = min(4096, int(text.get("max_position_embeddings") or 4096))
-    kv_nbytes = 0
+    kv_nbytes = kv_beside = score_nbytes = 0
     itemsize = 2
     windows: set[int] = set()
     try:
@@ -479,7 +479,10 @@ def measure_shape(skeleton: Skeleton, options: StreamingConfig) -> ModelShape:
             _watch_masks(c, context, windows)
         logits = model(mx.zeros((1, 1), mx.int32), cache=cache)
         itemsize = logits.dtype.size
+        sizes = [_cache_nbytes(c, context) for c in cache]
         kv_nbytes = _kv_nbytes(cache, context, options)
+        kv_beside = max(sizes, default=0) + _expanded_nbytes(text, itemsize) * context
+        score_nbytes = _score_nbytes(model, text, cache, context, itemsize)
     except Exception:  # a forward that this backend cannot even build: plan without it
         pass
     finally:
@@ -505,8 +508,9 @@ def measure_shape(skeleton: Skeleton, options: StreamingConfig) -> ModelShape:
         activation_itemsize=itemsize,
         context=context,
         kv_nbytes=kv_nbytes,
+        kv_beside=kv_beside,
+        score_nbytes=score_nbytes,
         mask_windows=tuple(sorted(windows)),
-        scores_in_memory=mx.default_device() == mx.cpu,
         keeps_buffers=mx.default_device() != mx.cpu,
     )
 
@@ -548,6 +552,42 @@ def _cache_nbytes(cache: Any, context: int) -> int:
     step = getattr(cache, "step", 1) if isinstance(cache, (KVCache, RotatingKVCache)) else 1
     grown = max((a.shape[2] for a in arrays if a.ndim == 4), default=1)
     return nbytes * -(-context // step) * step // grown
+
+
+def _expanded_nbytes(text: dict[str, Any], itemsize: int) -> int:
+    """Keys and values that MLA makes of a cached latent for each head, for one position."""
+    if not text.get("kv_lora_rank"):
+        return 0
+    dims = int(text.get("qk_nope_head_dim") or 128) + int(text.get("v_head_dim") or 128)
+    return int(text.get("num_attention_heads") or 1) * dims * itemsize
+
+
+def _score_nbytes(
+    model: nn.Module, text: dict[str, Any], cache: list[Any], context: int, itemsize: int
+) -> int:
+    """What the widest attention layer writes out for each token of a prompt.
+
+    Scores [heads, context] and a mask, where no kernel keeps them to itself: on a CPU, and for wide
+    heads. Sinks cost two more: the scores with a sink in front, and without it again. MLA adds the
+    scores of its rotated part on any backend, and an indexer its own, weighted and not. Recurrent
+    layers for which there is no kernel keep the state after every token.
+    """
+    heads = int(text.get("num_attention_heads") or 1)
+    rows = masks = 0
+    if mx.default_device() == mx.cpu or int(text.get("head_dim") or 0) > 128:
+        sinks = any("sink" in name for name, _ in tree_flatten(model.parameters()))
+        rows, masks = heads * (3 if sinks else 1), 1
+    if text.get("kv_lora_rank"):
+        rows += heads
+    rows += 2 * int(text.get("index_n_heads") or 0)
+    states = [0]
+    for c in cache:
+        for a in c.cache if isinstance(c, ArraysCache) else ():
+            if isinstance(a, mx.array) and a.shape[-1] == text.get("mamba_d_state"):
+                states.append(a.nbytes * 16)  # Jamba copies the states of all tokens for each
+            elif isinstance(a, mx.array) and not mx.metal.is_available():
+                states.append(a.nbytes * 5 // 4)  # a quarter for what goes in and comes out
+    return max((rows * itemsize + masks) * context, *states)
 
 
 def _watch_masks(cache: Any, context: int, windows: set[int]) -> None:

@@ -23,6 +23,25 @@ class PrefillStats:
 
 
 @dataclass
+class DraftStats:
+    """Counters of speculative decoding.
+
+    Attributes:
+        passes: passes that checked drafts.
+        drafted, accepted: tokens that were drafted, and those of them that came out.
+        plain_passes: passes without drafts though they were asked for: there were none, or passes
+            with drafts were not faster.
+        note: why there could not be any, or "".
+    """
+
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    plain_passes: int = 0
+    note: str = ""
+
+
+@dataclass
 class Streaming:
     """What a streamed model carries besides its modules. `resize` puts another plan here."""
 
@@ -31,6 +50,7 @@ class Streaming:
     decoding: Decoding
     hot_per_layer: int = 0
     prefill: PrefillStats = field(default_factory=PrefillStats)
+    drafts: DraftStats = field(default_factory=DraftStats)
     config: StreamingConfig = field(default_factory=StreamingConfig)
     shape: ModelShape | None = None
 
@@ -57,6 +77,7 @@ class Stats:
         peak_memory: most bytes that MLX held, of all it did in this process.
         prewarmed: experts that were read in idle time, because earlier runs used them most.
         bets: experts that were read ahead, before their layer asked for them.
+        drafts: speculative decoding.
         layers: the counters of each MoE layer.
     """
 
@@ -80,6 +101,7 @@ class Stats:
     plan: MemoryPlan
     prewarmed: int
     bets: BetStats
+    drafts: DraftStats
     layers: tuple[LayerStats, ...]
 
     @property
@@ -119,6 +141,13 @@ class Stats:
             f"peak memory       {format_bytes(self.peak_memory)} "
             f"(plan {format_bytes(self.plan.total)})",
         ]
+        d = self.drafts
+        if d != DraftStats():
+            lines.append(
+                f"drafts            {d.accepted:,} of {d.drafted:,} tokens accepted in "
+                f"{d.passes:,} passes; {d.plain_passes:,} passes without"
+                + (f"; {d.note}" if d.note else "")
+            )
         if self.dropped:
             lines.append(f"LOSSY             {self.dropped:,} experts left out: not exact answers")
         return "\n".join(lines)
@@ -166,5 +195,6 @@ def stats(model: nn.Module) -> Stats:
         plan=streaming.plan,
         prewarmed=cache.stats.prewarmed,
         bets=BetStats(**asdict(cache.stats.bets)),
+        drafts=DraftStats(**asdict(streaming.drafts)),
         layers=layers,
     )

@@ -479,7 +479,8 @@ class SharedExpertCache:
         layout, memory, names = self.layouts[layer], self._memory(bank), self._names[layer]
         requests: list[ReadRequest] = []
         for e, slot in slots.items():
-            labels = [(name, layout.name(e), layout.path) for name in names]
+            expert, path = layout.name(e), layout.path
+            labels = [(name, expert, path) for name in names]
             files, offsets = layout.file_ids[:, e].tolist(), layout.offsets[:, e].tolist()
             requests += zip(files, offsets, memory.rows(slot), labels, strict=True)
         return requests

@@ -87,16 +87,22 @@ class Decoding:
         self.dropped = 0
         self._experts = experts
         self._chooser = Chooser(len(experts.layouts))
-        self._start, self._missed = 0.0, 0
+        self._start, self._missed, self._timed = 0.0, 0, False
 
     def step(self, model: nn.Module, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """Logits [B, 1, vocab] after one token a row [B, 1]. `done` follows when they are there.
+        """Logits [B, n, vocab] after tokens [B, n]. `done` follows when the first ones are there.
+
+        Only single tokens are decoded in other ways than the exact one.
 
         Raises:
             ExpertReadError, CheckpointChangedError: an expert could not be read.
         """
         self._start = time.perf_counter()
         self._missed = self._experts.stats.missed_calls
+        self._timed = tokens.shape[1] == 1
+        if not self._timed or self._experts.holds_all:
+            logits: mx.array = model(tokens, cache=cache)
+            return logits
         mode = self._chooser.mode if self.mode == "auto" else self.mode
         # What looks at each call wants true ones, and in order.
         observed = self._experts.trace is not None or hasattr(type(model), "timed_sampling")
@@ -104,7 +110,7 @@ class Decoding:
             mode = "exact"
         self.tokens[mode] += 1
         if mode == "exact":
-            logits: mx.array = model(tokens, cache=cache)
+            logits = model(tokens, cache=cache)
         elif mode == "lossy":
             logits, dropped = self.optimistic.lossy_step(model, tokens, cache)
             self.dropped += dropped
@@ -114,6 +120,7 @@ class Decoding:
 
     def done(self) -> None:
         """The token of the last `step` is there."""
-        if self.mode == "auto" and not self.optimistic.refused:
+        timed, self._timed = self._timed, False
+        if timed and self.mode == "auto" and not self.optimistic.refused:
             missed = self._experts.stats.missed_calls - self._missed
             self._chooser.took(time.perf_counter() - self._start, missed)

@@ -71,7 +71,7 @@ def prefill(
             passes.append([])
         passes[-1].append(chunk)
     passes[-1].append(prompt[total - 1 :])
-    done = 0
+    done, logits = 0, None
     for part in passes:
         tokens = sum(len(c) for c in part)
 
@@ -89,6 +89,7 @@ def prefill(
         if by_chunks:
             logits = _by_chunks(model, part, cache, after_chunk, report)
         done += tokens
+    assert logits is not None  # the last part emits
     return logits
 
 
@@ -178,13 +179,14 @@ class _Pass:
         self.saved: list[Callable[[], Any] | None] = [_snapshot(entry) for entry in cache]
         self.tokens = 0
 
-    def run(self, model: nn.Module, chunks: Sequence[mx.array], emits: bool) -> mx.array:
+    def run(self, model: nn.Module, chunks: Sequence[mx.array], emits: bool) -> mx.array | None:
+        """The logits after the last chunk, if it is to emit a token."""
         # Held to the end: another thread's claims would move what the gaps are filled with.
         with self.experts.lock:
             try:
                 self.experts.settle()
-                logits = self.build(model, chunks)
-                self.evaluate(logits, emits)
+                logits = self.build(model, chunks, emits)
+                self.evaluate(logits)
                 return logits
             except BaseException:
                 self.restore()
@@ -192,7 +194,7 @@ class _Pass:
 
     # ---- build -------------------------------------------------------------------------------
 
-    def build(self, model: nn.Module, chunks: Sequence[mx.array]) -> mx.array:
+    def build(self, model: nn.Module, chunks: Sequence[mx.array], emits: bool) -> mx.array | None:
         self.experts.defer = self.stop
         try:
             for chunk in chunks:
@@ -210,7 +212,7 @@ class _Pass:
             raise NotLazyError("the model calls its layers in an order that depends on the chunk")
         order = [s.layer for s in self.rows[0] if s.switch is not None]
         self.following = dict(itertools.pairwise(order))
-        return logits
+        return logits if emits else None  # their graph would keep the cache as it was
 
     def stop(
         self, switch: Switch, layer: int, x: mx.array, indices: mx.array, ids: mx.array
@@ -244,14 +246,14 @@ class _Pass:
 
     # ---- evaluate ----------------------------------------------------------------------------
 
-    def evaluate(self, logits: mx.array, emits: bool) -> None:
+    def evaluate(self, logits: mx.array | None) -> None:
         stops = len(self.rows[0])
         # What comes after a chunk's last cache update is for its logits only. Where nobody asks for
         # them, let go of it: it would keep the cache as it was at that chunk.
         ends = []
         for row in self.rows:
             end = max((s for s in range(stops) if row[s].updates is not None), default=0)
-            if emits and row is self.rows[-1]:
+            if logits is not None and row is self.rows[-1]:
                 end = stops
             row[end:stops] = [_Stop(updates=stop.updates) for stop in row[end:stops]]
             ends.append(end)
@@ -264,11 +266,11 @@ class _Pass:
                 wanted = [] if stop.updates is None else [stop.updates]
                 if before is not None:
                     wanted.append(before.done)
-                if stop.switch is None:
-                    wanted += [logits] * (s < ends[j])
-                elif s < ends[j]:
+                if s < ends[j] and stop.switch is not None:
                     wanted += [stop.x, stop.ids]
                     waiting.append(stop)
+                elif s < ends[j] and logits is not None:
+                    wanted.append(logits)
                 mx.eval(wanted)
                 if before is not None:
                     before.check()

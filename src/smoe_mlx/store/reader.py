@@ -77,21 +77,27 @@ _waste = memoryview(bytearray(MERGE_GAP_NBYTES))  # gaps are read into it, by wh
 def merge(requests: Sequence[ReadRequest]) -> list[_Read]:
     """Sort requests by place and join those that (almost) touch."""
     reads: list[_Read] = []
-    last_file = end = -1
+    last_file = end = most = -1  # of the last read: its file, where it ends, how far it may go
+    buffers: list[memoryview] = []
     for file, offset, buffer, label in sorted(requests, key=_place):
-        gap, nbytes = offset - end, len(buffer)
-        if file == last_file and 0 <= gap <= MERGE_GAP_NBYTES:
-            last = reads[-1]
-            if last.nbytes + gap + nbytes <= MERGE_MAX_NBYTES and len(last.buffers) + 2 <= IOV_MAX:
-                if gap:
-                    last.buffers.append(_waste[:gap])
-                last.buffers.append(buffer)
-                last.labels.append((offset, label))
-                last.nbytes += gap + nbytes
-                end = offset + nbytes
-                continue
-        reads.append(_Read(file, offset, buffer, label))
-        last_file, end = file, offset + nbytes
+        gap, upto = offset - end, offset + len(buffer)
+        if (
+            file != last_file
+            or not 0 <= gap <= MERGE_GAP_NBYTES
+            or upto > most
+            or len(buffers) + 2 > IOV_MAX
+        ):
+            read = _Read(file, offset, buffer, label)
+            reads.append(read)
+            buffers, labels = read.buffers, read.labels
+            last_file, most = file, offset + MERGE_MAX_NBYTES
+        else:
+            if gap:
+                buffers.append(_waste[:gap])
+            buffers.append(buffer)
+            labels.append((offset, label))
+        end = upto
+        read.nbytes = end - read.offset
     return reads
 
 

@@ -48,8 +48,13 @@ class Reading:
         with self.changed:
             if not self.todo:
                 return None
-            self.helpers += 1
-            return self.todo.popleft()
+            self.helpers += 1  # first: `done` must not be true in between
+            try:
+                return self.todo.popleft()
+            except IndexError:  # the caller, who takes part without the lock, was quicker
+                self.helpers -= 1
+                self.changed.notify_all()
+                return None
 
     def taken_is_done(self, error: BaseException | None) -> None:
         with self.changed:

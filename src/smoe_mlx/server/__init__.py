@@ -1,0 +1,1 @@
+"""A local server, a console chat, and the sessions that both keep."""

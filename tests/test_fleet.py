@@ -1,0 +1,111 @@
+"""Several models in one server: who is in memory, and that all answers stay right."""
+
+import mlx.core as mx
+import pytest
+from test_server import serving, text_of
+
+import smoe_mlx
+from smoe_mlx.errors import BudgetError, CheckpointError, ModelNotFoundError, SmoeError
+from smoe_mlx.server.fleet import parse_models
+
+TALK = ("Tell me of the sea.",)
+
+
+def expected(prompt=f"USER: {TALK[0]}\nASSISTANT:"):
+    model, tokenizer = smoe_mlx.load("demo", slots=0.25)
+    return smoe_mlx.generate(model, tokenizer, tokenizer.encode(prompt), max_tokens=8)
+
+
+def resident(server):
+    return list(server.generator.model_provider.resident)
+
+
+def test_two_stay_where_both_fit():
+    with serving("one=demo", "two=demo", "--memory", "80MB") as server:
+        assert [m["id"] for m in server.get("/v1/models")[1]["data"]] == ["one", "two"]
+        assert resident(server) == ["one"]
+        texts = [text_of(server.chat(*TALK, model=m)) for m in ("one", "two", "one", "two")]
+        assert set(texts) == {expected()}
+        assert resident(server) == ["one", "two"]
+        plans = [x.plan.total for x in server.generator.model_provider.resident.values()]
+        assert sum(plans) <= 80_000_000
+        assert server.chat(*TALK)["model"] == "one"  # the default
+
+
+def test_they_trade_places_where_not(tmp_path):
+    """Within the budget throughout, and a session is still there when its model comes back."""
+    argv = ("one=demo", "two=demo", "--memory", "26MB", "--session-dir", str(tmp_path))
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    with serving(*argv) as server:
+        first = server.chat(*TALK, model="one")
+        assert text_of(server.chat(*TALK, model="two")) == text_of(first) == expected()
+        assert resident(server) == ["two"]
+        again = server.chat(*TALK, text_of(first), "And?", model="one")
+        assert resident(server) == ["one"]
+        cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= first["usage"]["prompt_tokens"]
+        assert mx.get_peak_memory() - before <= 26_000_000
+        other = server.chat(*TALK, text_of(first), "And?", model="two")
+        assert text_of(other) == text_of(again)
+        assert server.sessions.nbytes <= server.sessions.limit
+
+
+def test_sessions_stay_within_the_plan(tmp_path):
+    """Long prompts that share a part: KV caches are copied, saved and read."""
+    common = "The sea, the sky and the sand. " * 50
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    with serving("demo", "--memory", "26MB", "--session-dir", str(tmp_path)) as server:
+        for i in range(3):
+            usage = server.chat(common + f"{i % 2} salt " * (60 + 5 * i))["usage"]
+            assert usage["prompt_tokens"] > 700
+            assert (usage["prompt_tokens_details"]["cached_tokens"] > 400) == (i > 0)
+    assert mx.get_peak_memory() - before <= 26_000_000
+    assert list(tmp_path.rglob("*.safetensors"))
+
+
+def test_memory_for_sessions_comes_out_of_the_budget():
+    argv = ("demo", "--memory", "60MB", "--prompt-cache-bytes", "20MB")
+    with serving(*argv) as server:
+        assert server.sessions.limit == 20_000_000
+        (loaded,) = server.generator.model_provider.resident.values()
+        assert loaded.plan.total <= 40_000_000
+
+
+def test_what_cannot_be_served_is_said_at_once():
+    with pytest.raises(ModelNotFoundError, match="no folder"), serving("./nothing"):
+        pass
+    with pytest.raises(BudgetError, match="at least"), serving("demo", "--memory", "5MB"):
+        pass
+    with pytest.raises(SmoeError, match="NAME=PATH"):
+        parse_models(["demo", "demo"])
+
+
+def test_a_model_that_does_not_load(monkeypatch):
+    def fail(*args, **kwargs):
+        raise CheckpointError("half of it is missing")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("smoe_mlx.server.fleet.load", fail)
+        with pytest.raises(SmoeError, match="half of it"), serving("demo", "--slots", "0.25"):
+            pass
+    with serving("one=demo", "two=demo", "--memory", "26MB") as server:
+        with monkeypatch.context() as patch:
+            patch.setattr("smoe_mlx.server.fleet.load", fail)
+            body = {"model": "two", "prompt": "a", "max_tokens": 1}
+            status, answer = server.post("/v1/completions", body)
+            assert status == 500
+            assert "half of it" in answer["error"]["message"]
+        assert text_of(server.chat(*TALK)) == expected()
+
+
+def test_names(tmp_path):
+    (tmp_path / "Qwen3-4bit").mkdir()
+    folder = str(tmp_path / "Qwen3-4bit")
+    assert parse_models([folder, "a=demo", "mlx-community/x", f"b={folder}"]) == {
+        "Qwen3-4bit": folder,
+        "a": "demo",
+        "mlx-community/x": "mlx-community/x",
+        "b": folder,
+    }
