@@ -269,3 +269,17 @@ def test_no_connection_is_said(hub, at, monkeypatch):
     monkeypatch.setattr(huggingface_hub.HfApi.func, at, fail)
     with pytest.raises(ModelNotFoundError, match="cannot be reached"):
         diagnose("owner/model", StreamingConfig())
+
+
+# ---- the commands --------------------------------------------------------------------------------
+
+
+def test_commands():
+    out = json.loads(
+        smoe("doctor", "demo", "--slots", "0.25", "--sim-ram", "16GB", "--json").stdout
+    )
+    assert out["plan"]["slots"] == 128
+    assert out["total"] == 16 * 10**9
+    assert "not a memory size" in smoe("doctor", "demo", "--sim-disk", "fast", status=1).stderr
+    out = json.loads(smoe("bench", "demo", "--budgets", "0.5,16", "-m", "4", "--json").stdout)
+    assert [r["slots"] for r in out["runs"]] == [16, 256]

@@ -115,7 +115,9 @@ def bench(
     files = checkpoint.files if vault is None else [vault]
     compute = measure_compute(skeleton, config, clock)
 
-    first = replace(config, memory=None, slots=float(min(budgets)))
+    total = sum(x.num_experts for x in skeleton.layouts)
+    budgets = sorted(budgets, key=lambda b: b * total if isinstance(b, float) else b)
+    first = replace(config, memory=None, slots=budgets[0])
     model, _ = load_model(folder, config=first, **options)
     with Recorder(model, str(folder)) as recorder:
         _generate(model, prompt, tokens, clock)
@@ -123,7 +125,7 @@ def bench(
     del model
     disk = probe_disk(files, skeleton.layouts, config.threads, io=config.io, clock=clock)
     runs = []
-    for slots in sorted(budgets):
+    for slots in budgets:
         model, _ = load_model(folder, config=replace(first, slots=slots), **options)
         streaming = streaming_of(model)
         plan, stats = streaming.plan, streaming.cache.stats
@@ -135,8 +137,7 @@ def bench(
         del model, streaming
     for file in files:
         file.close()
-    return Bench(str(folder), sum(x.num_experts for x in skeleton.layouts), compute, disk,
-                 tuple(runs))  # fmt: skip
+    return Bench(str(folder), total, compute, disk, tuple(runs))
 
 
 def _generate(
