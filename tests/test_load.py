@@ -26,6 +26,7 @@ from mlx.utils import tree_flatten
 from safetensors.numpy import load_file, save_file
 
 import smoe_mlx
+from smoe_mlx.hub import find_model
 from smoe_mlx.load import load_model
 
 HALF = smoe_mlx.StreamingConfig(slots=0.5, debug=True)
@@ -226,6 +227,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import mlx.core as mx
 import smoe_mlx
+from smoe_mlx.hub import find_model
 from smoe_mlx.load import load_model
 def read_so_far():
     return int(open("/proc/self/io").read().split()[1])
@@ -530,3 +532,16 @@ def test_budgets():
             smoe_mlx.StreamingConfig(memory=bad)
     with pytest.raises(smoe_mlx.BudgetError, match="not both"):
         smoe_mlx.StreamingConfig(memory="1GB", slots=3)
+
+
+def test_a_plan_for_more_than_there_is_warns(monkeypatch):
+    module = sys.modules["smoe_mlx.load"]
+    monkeypatch.setattr(module, "available_nbytes", lambda: 10_000_000)
+    with pytest.warns(UserWarning, match="only 10 MB can be had"):
+        load_model(find_model("demo"), config=smoe_mlx.StreamingConfig(slots=0.25))
+
+    def cannot_tell():
+        raise OSError
+
+    monkeypatch.setattr(module, "available_nbytes", cannot_tell)
+    load_model(find_model("demo"), config=smoe_mlx.StreamingConfig(slots=0.25))

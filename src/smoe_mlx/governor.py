@@ -32,6 +32,8 @@ def resize(
     prompt's pass. The most useful experts stay in memory. While slots are moved, up to one array of
     the old bank (a third of it or so) is there beside the new one.
 
+    With neither, the plan is made from what is available now.
+
     Returns:
         The new plan.
 
@@ -43,7 +45,9 @@ def resize(
     assert streaming.shape is not None
     cache = streaming.cache
     config = replace(streaming.config, memory=memory, slots=slots)
-    available = available_nbytes() + streaming.plan.total  # it may keep what it has
+    available = 0
+    if memory is None and slots is None:
+        available = available_nbytes() + streaming.plan.total  # it may keep what it has
     plan = make_plan(cache.layouts, streaming.shape, config, max_buffer_nbytes(), available)
     cache.resize([b.slots for b in plan.banks])
     streaming.config, streaming.plan = config, plan

@@ -1,7 +1,9 @@
 """load(): the one door. From a name to an ordinary mlx-lm model whose experts stay on disk."""
 
+import contextlib
 import json
 import os
+import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from .cache.policy import POLICIES
 from .cache.usage import Usage
 from .config import StreamingConfig
 from .device import available_nbytes, max_buffer_nbytes
-from .errors import CheckpointError, UnsupportedModelError, VaultError
+from .errors import BudgetError, CheckpointError, UnsupportedModelError, VaultError
 from .forward.decode import Decoding
 from .governor import govern
 from .hot import find_usage_file, prewarm_soon
@@ -101,7 +103,8 @@ def load_model(
         skeleton = build_skeleton(folder, checkpoint, model_config, trust_remote_code, vault)
         model = skeleton.model
         shape = measure_shape(skeleton, config)
-        plan = make_plan(skeleton.layouts, shape, config, max_buffer_nbytes(), available_nbytes())
+        available = _available(config)
+        plan = make_plan(skeleton.layouts, shape, config, max_buffer_nbytes(), available)
         _limit_memory(plan)
         files = checkpoint.files if vault is None else [vault]
         reader = ExpertReader(files, config.threads, config.io, make_uploader())
@@ -203,8 +206,13 @@ def plan_for(
 ) -> MemoryPlan:
     """The plan for a model, with `available` bytes on the machine (None: what there is now)."""
     shape = measure_shape(skeleton, config)
-    available = available_nbytes() if available is None else available
+    available = _available(config) if available is None else available
     return make_plan(skeleton.layouts, shape, config, max_buffer_nbytes(), available)
+
+
+def _available(config: StreamingConfig) -> int:
+    """Only a config without a budget needs to know, so that one with a budget works anywhere."""
+    return available_nbytes() if config.memory is None and config.slots is None else 0
 
 
 def _limit_memory(plan: MemoryPlan) -> None:
@@ -216,7 +224,10 @@ def _limit_memory(plan: MemoryPlan) -> None:
         before = mx.set_cache_limit(plan.buffer_cache)
         if before < plan.buffer_cache:
             mx.set_cache_limit(before)
-    if plan.total > (available := available_nbytes()):
+    available = plan.total
+    with contextlib.suppress(OSError, subprocess.SubprocessError, BudgetError):  # cannot tell
+        available = available_nbytes()
+    if plan.total > available:
         warnings.warn(
             f"{format_bytes(plan.total)} are planned, but only {format_bytes(available)} can be "
             "had without swapping, which is far slower than reading experts. Close programs, or "
