@@ -22,6 +22,7 @@ from .forward.decode import MODES
 from .generate import stream_generate
 from .hub import DEMO
 from .instrument import instrument
+from .kernels.choose import KERNELS
 from .load import load
 from .load import plan as make_plan
 from .panel import Panel
@@ -171,6 +172,12 @@ def _add_budget(parser: argparse.ArgumentParser, slots: float | None = None) -> 
         "--decode", default="auto", metavar="MODE", help=f"{', '.join(MODES)} (docs/decode.md)"
     )
     group.add_argument(
+        "--kernels",
+        choices=KERNELS,
+        default="stock",
+        help="fused, auto: expert kernels on a GPU (docs/kernels.md); default: mlx-lm's operations",
+    )
+    group.add_argument(
         "--policy", default="lru", help=f"who makes room for another: {', '.join(POLICIES)}"
     )
     group.add_argument(
@@ -263,6 +270,7 @@ def _config(args: argparse.Namespace) -> StreamingConfig:
             lookahead=args.lookahead,
             spec=args.spec,
             decode=args.decode,
+            kernels=args.kernels,
             threads=args.threads,
             io=args.io,
             policy=args.policy,

@@ -86,7 +86,7 @@ class Emulator:
                 pieces.append(_bytes(a))
                 if shape:
                     pieces.append(np.array(a.shape, np.int32))
-                assert not strides and not ndim, "not needed so far"
+                assert (strides, ndim) == (False, False), "not needed so far"
             self.names.append(traced["name"])
             return self._run(unit, pieces, METAL_LIMIT, False, **launch)
 
@@ -180,7 +180,8 @@ def _trace(kernel: Any, inputs: Sequence[mx.array], launch: dict[str, Any]) -> d
 def _metal_unit(name: str, text: str) -> str:
     signature = re.search(rf"\[\[kernel\]\] void {name}\(\n(.*?)\) {{\n", text, re.S)
     template = re.search(rf"\ntemplate \[\[host_name\(.*?\] decltype\({name}(<.*?>)\)", text)
-    assert signature and template, text
+    assert signature, text
+    assert template, text
     arguments, buffers = [], 0
     for line in re.split(r",\n", signature[1]):
         if "[[buffer(" in line:

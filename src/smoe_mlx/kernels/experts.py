@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 
@@ -33,8 +33,8 @@ INPUTS = ("inp", "slot", "wu", "su", "bu", "cu", "wg", "sg", "bg", "cg")
 ACTIVATIONS = {
     "mlx_lm.models.switch_layers.SwiGLU": "sm_silu(g) * u",
     "mlx_lm.models.muse_spark.PreciseSwiGLU": "sm_silu(g) * u",
-    "mlx_lm.models.activations.SwigluOAI": "(sm_at_least(sm_at_most(u, {_limit}), -{_limit}) + 1.0f)"
-    " * sm_at_most(g, {_limit}) * sm_sigmoid({_alpha} * sm_at_most(g, {_limit}))",
+    "mlx_lm.models.activations.SwigluOAI": "(sm_at_least(sm_at_most(u, {_limit}), -{_limit})"
+    " + 1.0f) * sm_at_most(g, {_limit}) * sm_sigmoid({_alpha} * sm_at_most(g, {_limit}))",
     "mlx_lm.models.step3p5.ClampedSwiGLU": "sm_at_most(sm_silu(g), {limit})"
     " * sm_at_least(sm_at_most(u, {limit}), -{limit})",
     "mlx_lm.models.deepseek_v41.DeepseekV41SwiGLU": "sm_silu(sm_at_most(g, {limit}))"
@@ -88,21 +88,20 @@ def eligible(
     firsts = ("up_proj", "gate_proj") if gated else ("fc1",)
     last = "down_proj" if gated else "fc2"
     kinds = {(t.projection, t.kind): t for t in tensors}
+    formats = {}
     for name in (*firsts, last):
         p = projections[name]
         if p.mode != "affine" or p.bits not in BITS or p.group_size not in GROUPS:
-            how = "not quantised" if p.mode is None else f"{p.mode} {p.bits} bits"
-            return f"{name} is {how}, group {p.group_size}" if p.mode else f"{name} is {how}"
+            how = f"quantised as {p.mode}, {p.bits} bits, groups of {p.group_size}"
+            return f"{name} is {'not quantised' if p.mode is None else how}"
         if not {(name, "scales"), (name, "biases")} <= kinds.keys():
             return f"{name} has no scales or no biases"
-    up, down = ((projections[n].bits, projections[n].group_size) for n in (firsts[0], last))
+        formats[name] = (p.bits, p.group_size)
+    up, down = formats[firsts[0]], formats[last]
     biased = {n: (n, "bias") in kinds for n in (*firsts, last)}
-    if gated:
-        gate = projections["gate_proj"]
-        if (gate.bits, gate.group_size) != up or biased["gate_proj"] != biased["up_proj"]:
-            return "gate_proj and up_proj are stored in different ways"
-    ffn, words = kinds[firsts[0], "weight"].shape
-    hidden = kinds[last, "weight"].shape[0]
+    if gated and (formats["gate_proj"], biased["gate_proj"]) != (up, biased["up_proj"]):
+        return "gate_proj and up_proj are stored in different ways"
+    ffn, hidden = kinds[firsts[0], "weight"].shape[0], kinds[last, "weight"].shape[0]
     for name, inputs, (bits, group) in ((firsts[0], hidden, up), (last, ffn, down)):
         if inputs % group or inputs * bits % 128:
             return f"{name} has rows of {inputs} numbers, not whole groups and 16-byte chunks"
@@ -115,9 +114,7 @@ def eligible(
     text = activation_text(activation, gated)
     if text is None:
         return f"the activation {type(activation).__name__} is not known"
-    return Geometry(
-        hidden, ffn, gated, text, up, down, biased[firsts[0]], biased[last], dtype
-    )
+    return Geometry(hidden, ffn, gated, text, up, down, biased[firsts[0]], biased[last], dtype)
 
 
 def activation_text(activation: object, gated: bool) -> str | None:
@@ -144,15 +141,19 @@ def backend() -> str | None:
     """Whose kernels the default device runs: "metal", "cuda", or None on a CPU."""
     if mx.default_device() != mx.gpu:
         return None
-    return "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else None
+    if mx.metal.is_available():
+        return "metal"
+    return "cuda" if mx.cuda.is_available() else None
 
 
 def kernel_text(backend: str, activation: str) -> dict[str, str]:
     """Name, header and source. The name is one of the text: MLX finds compiled code by name."""
-    read = lambda name: (files(__package__) / name).read_text("ascii")  # noqa: E731
-    header = read(f"{backend}.h") + read("common.h")
+    folder = files("smoe_mlx.kernels")
+    names = (f"{backend}.h", "common.h", f"{backend}_entry.h", "expert.h")
+    prelude, common, entry, body = ((folder / name).read_text("ascii") for name in names)
+    header = prelude + common
     header += f"SM_FN float sm_activation(float u, float g) {{\n  return {activation};\n}}\n"
-    source = read(f"{backend}_entry.h") + read("expert.h")
+    source = entry + body
     digest = hashlib.sha256((header + "\0" + source).encode()).hexdigest()
     return {"name": f"smoe_expert_{digest[:16]}", "header": header, "source": source}
 
@@ -202,7 +203,7 @@ class FusedExperts:
         g = self.geometry
         if not self._kernels:
             where = backend() or ""
-            make = mx.fast.metal_kernel if where == "metal" else mx.fast.cuda_kernel
+            make: Any = mx.fast.metal_kernel if where == "metal" else mx.fast.cuda_kernel
             for activation in (g.activation, "u"):
                 text = kernel_text(where, activation)
                 self._kernels.append(make(input_names=INPUTS, output_names=["out"], **text))
