@@ -153,7 +153,8 @@ class Emulator:
             command = [compiler() or "c++", *flags, f"-I{HERE}", str(text), "-o", str(part)]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
-                raise RuntimeError(f"{' '.join(command)}:\n{done.stderr[:4000]}")
+                errors = [x for x in done.stderr.splitlines() if "error" in x] or [done.stderr]
+                raise RuntimeError("\n".join(e.rpartition("error: ")[2] for e in errors[:5]))
             part.replace(library)
         return ctypes.CDLL(str(library))
 

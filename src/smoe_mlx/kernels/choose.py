@@ -134,7 +134,7 @@ def _key(geometry: Geometry) -> str:
     texts = [kernel_text(backend() or "", a)["name"] for a in (geometry.activation, "u")]
     versions = [module.__version__ for module in (mx, mlx_lm)]
     parts: list[Any] = [*versions, platform.platform(), device, texts]
-    parts.append({**asdict(geometry), "dtype": str(geometry.dtype)})
+    parts.append({**vars(geometry), "dtype": str(geometry.dtype)})
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
