@@ -25,7 +25,7 @@ import numpy as np
 HERE = Path(__file__).parent
 METAL_LIMIT, CUDA_LIMIT = 32768, 49152  # bytes of threadgroup memory
 
-_real_metal_kernel = mx.fast.metal_kernel
+real_metal_kernel = mx.fast.metal_kernel
 _ATTRIBUTES = {
     "thread_index_in_simdgroup": "t->lane",
     "simdgroup_index_in_threadgroup": "t->simd",
@@ -76,10 +76,10 @@ class Emulator:
         self.names: list[str] = []  # of kernels launched
 
     def metal_kernel(self, **made_with: Any) -> Callable[..., list[mx.array]]:
-        kernel = _real_metal_kernel(**made_with)
+        kernel = real_metal_kernel(**made_with)
 
         def call(inputs: Sequence[mx.array], **launch: Any) -> list[mx.array]:
-            traced = _trace(kernel, inputs, launch)
+            traced = trace(kernel, inputs, launch)
             unit = _metal_unit(traced["name"], self.change(traced["source"]))
             pieces = []
             for a, (shape, strides, ndim) in zip(inputs, traced["shapes"], strict=True):
@@ -88,7 +88,7 @@ class Emulator:
                     pieces.append(np.array(a.shape, np.int32))
                 assert (strides, ndim) == (False, False), "not needed so far"
             self.names.append(traced["name"])
-            return self._run(unit, pieces, METAL_LIMIT, False, **launch)
+            return self._run("msl_shim.h", unit, pieces, METAL_LIMIT, False, **launch)
 
         return call
 
@@ -108,15 +108,15 @@ class Emulator:
                     pieces.append(np.array([*a.shape, *[0] * (10 - a.ndim)], np.int32))
             self.names.append(function)
             unit = _cuda_unit(function, self.change(text))
-            return self._run(unit, pieces, CUDA_LIMIT, True, **launch)
+            return self._run("cuda_shim.h", unit, pieces, CUDA_LIMIT, True, **launch)
 
         return call
 
     def _run(
-        self, unit: str, pieces: list[np.ndarray], limit: int, whole_blocks: bool, *,
+        self, shim: str, unit: str, pieces: list[np.ndarray], limit: int, whole_blocks: bool, *,
         output_shapes: Any, output_dtypes: Any, grid: Any, threadgroup: Any, template: Any,
     ) -> list[mx.array]:  # fmt: skip
-        library = self._build(unit)
+        library = self._build(shim, unit)
         outputs = []
         for shape, dtype in zip(output_shapes, output_dtypes, strict=True):
             nbytes = int(np.prod(shape)) * dtype.size
@@ -137,26 +137,41 @@ class Emulator:
             for o, shape, dtype in zip(outputs, output_shapes, output_dtypes, strict=True)
         ]
 
-    def _build(self, unit: str) -> ctypes.CDLL:
+    def _build(self, shim: str, unit: str) -> ctypes.CDLL:
+        headers = [p.read_text() for p in sorted(HERE.glob("*.h"))]
         flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-pthread"]
         if platform.machine() == "x86_64":
             flags += ["-mf16c"]  # else half costs a call each
         if platform.system() == "Darwin":
             flags += ["-D_XOPEN_SOURCE"]  # for ucontext
-        parts = [unit, *flags, *(p.read_text() for p in sorted(HERE.glob("*.h")))]
-        name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-        library = self.folder / f"{name}.so"
+        # The shim is precompiled beside a copy of it: it takes longer than a kernel.
+        folder = self.folder / _digest(*headers, *flags)
+        if not (folder / f"{shim}.gch").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in HERE.glob("*.h"):
+                part = folder / f"{path.name}.{os.getpid()}"
+                part.write_text(path.read_text())
+                part.replace(folder / path.name)
+            self._compile([*flags, "-x", "c++-header", str(folder / shim)], folder / f"{shim}.gch")
+        library = folder / f"{_digest(shim, unit)}.so"
         if not library.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            text, part = (self.folder / f"{name}.{os.getpid()}.{end}" for end in ("cpp", "part"))
+            text = library.with_suffix(f".{os.getpid()}.cpp")
             text.write_text(unit)
-            command = [compiler() or "c++", *flags, f"-I{HERE}", str(text), "-o", str(part)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                errors = [x for x in done.stderr.splitlines() if "error" in x] or [done.stderr]
-                raise RuntimeError("\n".join(e.rpartition("error: ")[2] for e in errors[:5]))
-            part.replace(library)
+            self._compile([*flags, "-include", str(folder / shim), str(text)], library)
         return ctypes.CDLL(str(library))
+
+    def _compile(self, arguments: list[str], output: Path) -> None:
+        part = output.with_suffix(f".{os.getpid()}.part")
+        command = [compiler() or "c++", *arguments, "-o", str(part)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            errors = [x for x in done.stderr.splitlines() if "error" in x] or [done.stderr]
+            raise RuntimeError("\n".join(e.rpartition("error: ")[2] for e in errors[:5]))
+        part.replace(output)
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:24]
 
 
 def _bytes(array: mx.array) -> np.ndarray:
@@ -165,7 +180,7 @@ def _bytes(array: mx.array) -> np.ndarray:
     return np.array(array.view(mx.uint8)).reshape(-1)
 
 
-def _trace(kernel: Any, inputs: Sequence[mx.array], launch: dict[str, Any]) -> dict[str, Any]:
+def trace(kernel: Any, inputs: Sequence[mx.array], launch: dict[str, Any]) -> dict[str, Any]:
     """The CustomKernel that MLX would run: name, text, which inputs pass shape, strides, ndim."""
     found = []
 
@@ -197,7 +212,7 @@ def _metal_unit(name: str, text: str) -> str:
     body = re.sub(r"\ntemplate \[\[host_name.*?;\n", "\n", text)
     body = re.sub(r" \[\[\w+(\(\d+\))?\]\]", "", body).replace("[[kernel]] ", "")
     return (
-        f'#include "msl_shim.h"\n#line 1 "{name}.metal"\n{body}\n'
+        f'#line 1 "{name}.metal"\n{body}\n'
         "static void entry(smemu::Thread* t, void** b) {\n"
         f"  {name}{template[1]}({', '.join(arguments)});\n}}\n{_LAUNCH}"
     )
@@ -249,7 +264,7 @@ def _cuda_unit(function: str, text: str) -> str:
         kind = line.strip().rsplit(maxsplit=1)[0].replace("__grid_constant__ ", "")
         arguments.append(f"({kind})b[{i}]" if kind.endswith("*") else f"*({kind}*)b[{i}]")
     return (
-        f'#include "cuda_shim.h"\n#line 1 "{function}.cu"\n{body}\n'
+        f'#line 1 "{function}.cu"\n{body}\n'
         "static void entry(smemu::Thread*, void** b) {\n"
         f"  mlx::core::cu::{function}({', '.join(arguments)});\n}}\n{_LAUNCH}"
     )
