@@ -20,6 +20,8 @@ from ..store.layout import TensorSpec
 if TYPE_CHECKING:
     from ..layers.switch import Projection
 
+Kernel = Callable[..., list[mx.array]]
+
 MAX_TOP_K = 16
 MAX_TOKENS = 16
 BITS, GROUPS = (2, 4, 8), (32, 64, 128)
@@ -158,6 +160,13 @@ def kernel_text(backend: str, activation: str) -> dict[str, str]:
     return {"name": f"smoe_expert_{digest[:16]}", "header": header, "source": source}
 
 
+def make_kernel(backend: str, activation: str) -> Kernel:
+    """MLX's kernel object; it is compiled when it is first evaluated."""
+    make: Any = mx.fast.metal_kernel if backend == "metal" else mx.fast.cuda_kernel
+    text = kernel_text(backend, activation)
+    return make(input_names=INPUTS, output_names=["out"], **text)  # type: ignore[no-any-return]
+
+
 class Tiling(NamedTuple):
     """How a kernel divides its work: simdgroups in a threadgroup, lanes that share a row of
     weights, rows that a lane works on at a time."""
@@ -183,14 +192,14 @@ class FusedExperts:
         tilings: tuple[Tiling, Tiling] = (Tiling(), Tiling()),
     ):
         self.geometry, self.max_tokens, self.tilings = geometry, max_tokens, tilings
-        self._kernels: list[Callable[..., list[mx.array]]] = []
+        self._kernels: tuple[Kernel, Kernel] | None = None
 
     def fits(self, x: mx.array, slots: mx.array) -> bool:
         """Whether this call can be computed here."""
         k = slots.shape[-1]
         return (
             k <= MAX_TOP_K
-            and slots.size <= k * self.max_tokens
+            and 0 < slots.size <= k * self.max_tokens
             and x.dtype == self.geometry.dtype
             and x.shape[:-1] == slots.shape[:-1]
             and backend() is not None
@@ -201,12 +210,9 @@ class FusedExperts:
     ) -> mx.array:
         """x [..., D], slots [..., k] (rows of the arrays; 0 for those they lack) -> [..., k, D]."""
         g = self.geometry
-        if not self._kernels:
+        if self._kernels is None:
             where = backend() or ""
-            make: Any = mx.fast.metal_kernel if where == "metal" else mx.fast.cuda_kernel
-            for activation in (g.activation, "u"):
-                text = kernel_text(where, activation)
-                self._kernels.append(make(input_names=INPUTS, output_names=["out"], **text))
+            self._kernels = (make_kernel(where, g.activation), make_kernel(where, "u"))
         first, second = self._kernels
         pairs = slots.reshape(-1, slots.shape[-1])
         up, gate, down = ("up_proj", "gate_proj", "down_proj") if g.gated else ("fc1", "fc1", "fc2")
@@ -216,7 +222,7 @@ class FusedExperts:
             return [arrays[name, kind] for kind in kinds]
 
         def launch(
-            kernel: Callable[..., list[mx.array]],
+            kernel: Kernel,
             inp: mx.array,
             weights: list[mx.array],
             rows: int,
