@@ -19,7 +19,6 @@ import platform
 import statistics
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,7 +27,6 @@ from mlx_lm.models.switch_layers import SwiGLU
 
 from smoe_mlx.kernels import selftest
 from smoe_mlx.kernels.experts import FusedExperts, Geometry, Tiling, activation_text, backend
-from smoe_mlx.layers.switch import Projection, StreamingSwitchGLU, StreamingSwitchMLP
 
 START = time.perf_counter()
 TOKENS = (1, 2, 4, 8, 16)
@@ -53,18 +51,6 @@ def geometry(
     return Geometry(hidden, ffn, gated, text, how, how, bias, bias, dtype), activation
 
 
-def stock_of(g: Geometry, activation: nn.Module) -> selftest.Experts:
-    """mlx-lm's operations, by the streaming module itself."""
-    names = ("gate_proj", "up_proj", "down_proj") if g.gated else ("fc1", "fc2")
-    parts = {
-        n: Projection(n, how[1], how[0], "affine")
-        for n, how in zip(names, [g.up] * (len(names) - 1) + [g.down], strict=True)
-    }
-    cache = SimpleNamespace(layouts=[SimpleNamespace(num_experts=EXPERTS)])
-    kind = StreamingSwitchGLU if g.gated else StreamingSwitchMLP
-    return kind(cache, 0, **parts, activation=activation).eval().in_one
-
-
 def self_tests() -> list[tuple[str, Geometry, nn.Module]]:
     bf16, f16, f32 = mx.bfloat16, mx.float16, mx.float32
     oai = activations.SwigluOAI()
@@ -86,7 +72,7 @@ def self_tests() -> list[tuple[str, Geometry, nn.Module]]:
 
 def test_one(name: str, g: Geometry, activation: nn.Module) -> dict:
     fused, arrays = FusedExperts(g), selftest.random_experts(g, selftest.SLOTS)
-    ways = [fused, stock_of(g, activation)]
+    ways = [fused, selftest.operations(g, activation)]
     mine, theirs = selftest.measure_errors(g, activation, arrays, ways)
     fault = selftest.find_fault(fused, arrays, mine, theirs)
     say(
@@ -99,7 +85,7 @@ def test_one(name: str, g: Geometry, activation: nn.Module) -> dict:
 def time_one(name: str, shape: tuple[int, int], bits: int, tokens: tuple[int, ...]) -> dict:
     g, activation = geometry(*shape, bits)
     arrays = selftest.random_experts(g, EXPERTS)
-    ways = [FusedExperts(g), stock_of(g, activation)]
+    ways = [FusedExperts(g), selftest.operations(g, activation)]
     found = {}
     for n in tokens:
         quick, slow = selftest.time_ways(g, arrays, ways, n, TOP_K, rounds=9)

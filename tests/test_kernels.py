@@ -17,6 +17,7 @@ from mlx_lm.models import activations, deepseek_v41, gemma4_text, kimi_k3, muse_
 from mlx_lm.models.switch_layers import SwiGLU
 
 import smoe_mlx
+from smoe_mlx import cli
 from smoe_mlx.kernels import choose, experts, selftest
 from smoe_mlx.kernels.choose import KernelChooser
 from smoe_mlx.kernels.experts import (
@@ -455,7 +456,7 @@ def test_auto_takes_what_is_faster(emulate, fast, cache_folder):
     emulate()
     chooser, fused = chosen("auto")
     assert fused.max_tokens == 16
-    assert str(chooser).startswith("fused in 1 of 1 layers; 64 x 64 q4g64 bfloat16: error")
+    assert str(chooser).startswith("fused in 1 of 1 layers; 64 x 64 q4g64 bfloat16: right; error")
     for file in cache_folder.iterdir():
         file.unlink()
     fast.times = {1: 1.5, 4: 0.9, 16: 3.0}
@@ -636,6 +637,24 @@ def test_a_streamed_model(slots, emulate, fast):
     assert all(not hasattr(m, "fused") or m.fused is None for _, m in model.named_modules())
     long, _ = logits_of("fused", slots, tokens * 3)  # more tokens than the kernels take
     assert same_bits(long, logits_of("stock", slots, tokens * 3)[0])
+
+
+def test_the_command(emulate, fast, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "usual_geometries", lambda: {"small": (SMALL, SwiGLU())})
+    assert cli.main(["selftest"]) == 1
+    assert "no GPU" in capsys.readouterr().err
+    emulate()
+    monkeypatch.setattr(cli, "backend", lambda: "metal")
+    assert cli.main(["selftest"]) == 0
+    said = capsys.readouterr().out
+    assert "small (64 x 64 q4g64 bfloat16): right; error 0.0015 (mlx-lm's " in said
+    assert "2.00x at 16 tokens" in said
+    for broken, fault in (("0.0f", "an error of"), ("nothing_like_it", "FAILED")):
+        emulate(change=lambda text, b=broken: text.replace("float(bu[g]) * sum", b))
+        assert cli.main(["selftest"]) == 1
+        said = capsys.readouterr()
+        assert fault in said.out
+        assert "not right here for small" in said.err
 
 
 def test_options_are_checked():

@@ -92,11 +92,7 @@ class KernelChooser:
             return None
         if self.kernels == "auto":
             fused.max_tokens = verdict.max_tokens
-        times = ", ".join(f"{s:.2f}x at {n}" for n, s in sorted(verdict.speedup.items()))
-        self._say(
-            f"{geometry}: error {verdict.error:.2g} (mlx-lm's {verdict.stock_error:.2g}), speed "
-            f"{times} tokens; used up to {fused.max_tokens}"
-        )
+        self._say(f"{geometry}: {verdict}, used up to {fused.max_tokens}")
         return fused if fused.max_tokens else None
 
     def _say(self, reason: str, warn: bool = False) -> None:

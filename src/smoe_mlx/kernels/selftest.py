@@ -8,11 +8,16 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.activations import SwigluOAI
+from mlx_lm.models.switch_layers import SwiGLU
 
-from .experts import ABSENT, FusedExperts, Geometry
+from ..layers.switch import Projection, StreamingSwitchGLU, StreamingSwitchMLP
+from .experts import ABSENT, FusedExperts, Geometry, activation_text
 
 Arrays = dict[tuple[str, str], mx.array]
 Experts = Callable[[Arrays, mx.array, mx.array], mx.array]  # (arrays, x, slots) -> [..., k, D]
@@ -99,6 +104,19 @@ def reference(
     return project("down_proj" if g.gated else "fc2", h, g.down).squeeze(-2)
 
 
+def operations(geometry: Geometry, activation: nn.Module) -> Experts:
+    """mlx-lm's operations for experts of this geometry, as the streaming modules call them."""
+    g = geometry
+    names = ("gate_proj", "up_proj", "down_proj") if g.gated else ("fc1", "fc2")
+    parts = {name: Projection(name, g.up[1], g.up[0], "affine") for name in names[:-1]}
+    parts[names[-1]] = Projection(names[-1], g.down[1], g.down[0], "affine")
+    kind: Any = StreamingSwitchGLU if g.gated else StreamingSwitchMLP
+    nothing = SimpleNamespace(layouts=[SimpleNamespace(num_experts=SLOTS)])  # no cache is asked
+    module = kind(nothing, 0, **parts, activation=activation)
+    module.eval()
+    return module.in_one  # type: ignore[no-any-return]
+
+
 def measure_errors(
     geometry: Geometry, activation: nn.Module, arrays: Arrays, ways: Sequence[Experts]
 ) -> list[Errors]:
@@ -179,6 +197,13 @@ class Verdict:
     stock_error: float
     speedup: dict[int, float]
 
+    def __str__(self) -> str:
+        times = ", ".join(f"{s:.2f}x at {n}" for n, s in sorted(self.speedup.items()))
+        return (
+            f"{self.fault or 'right'}; error {self.error:.2g} (mlx-lm's {self.stock_error:.2g})"
+            + (f", speed {times} tokens" if times else "")
+        )
+
     @property
     def max_tokens(self) -> int:
         """Calls of up to this many tokens are faster by the kernels."""
@@ -212,3 +237,18 @@ def try_launch(fused: FusedExperts) -> None:
     for top_k in (1, 8):  # MLX gives inputs of fewer than 8 numbers another type on Metal
         x, slots = random_call(g, 1, 1, top_k)
         mx.eval(fused(arrays, x, slots))
+
+
+def usual_geometries() -> dict[str, tuple[Geometry, nn.Module]]:
+    """Experts that many people run: name -> (geometry, activation)."""
+    out: dict[str, tuple[Geometry, nn.Module]] = {}
+    for name, hidden, ffn, bits, group, activation, bias in (
+        ("Qwen3-30B-A3B, 4 bits", 2048, 768, 4, 64, SwiGLU(), False),
+        ("Qwen3-30B-A3B, 2 bits", 2048, 768, 2, 64, SwiGLU(), False),
+        ("Qwen3-235B-A22B, 4 bits", 4096, 1536, 4, 64, SwiGLU(), False),
+        ("gpt-oss, 4 bits", 2880, 2880, 4, 32, SwigluOAI(), True),
+    ):
+        text, how = activation_text(activation, True) or "", (bits, group)
+        geometry = Geometry(hidden, ffn, True, text, how, how, bias, bias, mx.bfloat16)
+        out[name] = (geometry, activation)
+    return out
