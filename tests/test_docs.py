@@ -46,7 +46,7 @@ def test_python(text, tmp_path, monkeypatch):
     small, _ = smoe_mlx.load("demo", slots=1.0)
     names = {
         "smoe_mlx": smoe_mlx, "model": model, "tokenizer": tokenizer, "small": small,
-        "prompt": "def f(x):", "openai": openai, "anthropic": anthropic,
+        "prompt": "def f(x):", "path": "demo", "openai": openai, "anthropic": anthropic,
     }  # fmt: skip
     plain = smoe_mlx.stream_generate
 
