@@ -5,7 +5,7 @@
 
 Each round loads the demo model with options drawn by chance (slots, decode mode, threads, ways to
 read ahead, policy, remembered usage, pins), makes some requests (sampled or greedy, quantised or
-rotating KV caches, drafts, prewarming meanwhile, some on a thread of their own) and frees it. Some
+rotating KV caches, drafts, prewarming meanwhile, some on another thread) and frees it. Some
 requests are cancelled; in some, reads are slow, come short, or fail. Whatever comes out until then
 must be what mlx-lm generates with everything in memory. After each round memory, descriptors and
 threads are what they were after the first ones. Stops with status 1 where that is not so.
@@ -24,6 +24,7 @@ import threading
 import time
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -153,8 +154,12 @@ class Soak:
         self.demo = find_model("demo")
         self.reference, self.tokenizer = mlx_lm.load(str(self.demo))
         text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-        self.text = self.tokenizer.encode(text[:3000])
+        self.text = self.tokenizer.encode(text[:2500])
         self.usage = folder / "usage.json"
+        # The same for all: MLX keeps a thread of its own for each that has evaluated something.
+        self.other_thread, self.idle_thread = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        for thread in (self.other_thread, self.idle_thread):
+            thread.submit(lambda: mx.eval(mx.random.uniform())).result()
 
     def round(self, requests: int) -> None:
         """Load, make some requests, free."""
@@ -230,16 +235,13 @@ class Soak:
         apart = dice.random() < 0.15
         helper = None
         if dice.random() < 0.2:
-            helper = threading.Thread(target=self._prewarm, args=(model,))
-            helper.start()
+            helper = self.idle_thread.submit(self._prewarm, model)
         if apart:
-            thread = threading.Thread(target=run)
-            thread.start()
-            thread.join()
+            self.other_thread.submit(run).result()
         else:
             run()
         if helper is not None:
-            helper.join()
+            helper.result()
         disk.slow = disk.short = disk.fail = 0.0
         if ended == "failed" and not disk.failed:
             sys.exit("a read failed that nobody let fail")
