@@ -8,14 +8,13 @@ read ahead, policy, remembered usage, pins), makes some requests (sampled or gre
 rotating KV caches, drafts, prewarming meanwhile, some on another thread) and frees it. Some
 requests are cancelled; in some, reads are slow, come short, or fail. Whatever comes out until then
 must be what mlx-lm generates with everything in memory. After each round memory, descriptors and
-threads are what they were after the first ones. Stops with status 1 where that is not so.
+threads are what they were after the first one. Stops with status 1 where that is not so.
 """
 
 import argparse
 import contextlib
 import errno
 import gc
-import itertools
 import os
 import random
 import sys
@@ -39,7 +38,7 @@ from smoe_mlx.hub import find_model
 
 WARM_UP = 8  # rounds after which memory is to grow no more
 MOST_GROWTH = 0.1  # of resident memory, since then
-MOST_MLX = 1 << 16  # bytes of MLX arrays, since the first rounds
+MOST_MLX = 1 << 16  # bytes of MLX arrays, since the first round
 ERRORS = (errno.EIO, errno.EAGAIN, errno.ENXIO, errno.ESTALE)
 
 
@@ -115,11 +114,11 @@ class Report:
 
     def wrong(self) -> str:
         """What has grown, or ""."""
-        first, last = self.footprints[min(1, self.rounds - 1)], self.footprints[-1]
+        first, last = self.footprints[0], self.footprints[-1]
         for name in ("mlx", "descriptors", "threads"):
             slack = MOST_MLX if name == "mlx" else 0
             if getattr(last, name) > getattr(first, name) + slack:
-                return f"{name}: {getattr(first, name)} after the first rounds, now {last}"
+                return f"{name}: {getattr(first, name)} after the first round, now {last}"
         if self.rounds > WARM_UP:
             warm = max(f.rss for f in self.footprints[:WARM_UP])
             if last.rss > (1 + MOST_GROWTH) * warm:
@@ -159,7 +158,17 @@ class Soak:
         # The same for all: MLX keeps a thread of its own for each that has evaluated something.
         self.other_thread, self.idle_thread = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         for thread in (self.other_thread, self.idle_thread):
-            thread.submit(lambda: mx.eval(mx.random.uniform())).result()
+            thread.submit(self._expected, [1, 2], 1, 0.5, {}).result()
+        self._expected([1, 2], 1, 0.5, {})
+
+    def _expected(self, prompt, most, temperature, options) -> list[int]:
+        """mlx-lm's tokens."""
+        sampler = make_sampler(temp=temperature)
+        prompt = mx.array(prompt)
+        steps = mlx_generate_step(
+            prompt, self.reference, max_tokens=most, sampler=sampler, **options
+        )
+        return [int(t) for t, _ in steps]
 
     def round(self, requests: int) -> None:
         """Load, make some requests, free."""
@@ -248,12 +257,7 @@ class Soak:
         self.report.tokens += len(got)
         if got and dice.random() < 0.5:
             mx.random.seed(seed)
-            sampler = make_sampler(temp=temperature)
-            steps = mlx_generate_step(
-                prompt, self.reference, max_tokens=most, sampler=sampler, **options
-            )
-            expected = [int(t) for t, _ in itertools.islice(steps, len(got))]
-            steps.close()
+            expected = self._expected(prompt, len(got), temperature, options)
             if got != expected:
                 sys.exit(f"not mlx-lm's tokens\n{got}\n{expected}\n{config}\n{options}{extra}")
             self.report.compared += len(got)
