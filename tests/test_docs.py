@@ -108,3 +108,15 @@ def test_links_lead_somewhere(path):
                 titles = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
                 slugs = {re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles}
                 assert anchor in slugs, target
+
+
+def test_every_test_that_a_document_names_exists():
+    named = {
+        found
+        for path in [*DOCUMENTS, *ROOT.glob("*.md")]
+        for found in re.findall(r"(test_\w+\.py)::(test_\w+)", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 60
+    for file, name in sorted(named):
+        text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        assert re.search(rf"^def {name}\(", text, re.MULTILINE), f"{file}::{name}"
