@@ -226,6 +226,7 @@ def _install(
         parts = []
         for part in switch.parts:
             streamed = kind(cache, layer, **part.projections, activation=activation)
+            streamed.eval()  # here, since the parts of a MixedSwitch are not its children
             geometry = eligible(part.layout.tensors, part.projections, streamed.activation)
             streamed.fused = kernels.choose(geometry, streamed.in_one, streamed.activation)
             parts.append(streamed)

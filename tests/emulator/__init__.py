@@ -151,6 +151,7 @@ class Emulator:
             for path in HERE.glob("*.h"):
                 part = folder / f"{path.name}.{os.getpid()}"
                 part.write_text(path.read_text())
+                os.utime(part, (0, 0))  # clang refuses what was precompiled from a newer file
                 part.replace(folder / path.name)
             self._compile([*flags, "-x", "c++-header", str(folder / shim)], folder / f"{shim}.gch")
         library = folder / f"{_digest(shim, unit)}.so"
