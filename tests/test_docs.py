@@ -46,7 +46,7 @@ def test_python(text, tmp_path, monkeypatch):
     small, _ = smoe_mlx.load("demo", slots=1.0)
     names = {
         "smoe_mlx": smoe_mlx, "model": model, "tokenizer": tokenizer, "small": small,
-        "prompt": "def f(x):", "openai": openai, "anthropic": anthropic,
+        "prompt": "def f(x):", "path": "demo", "openai": openai, "anthropic": anthropic,
     }  # fmt: skip
     plain = smoe_mlx.stream_generate
 
@@ -63,7 +63,7 @@ def test_commands(lines, tmp_path, monkeypatch, capsys):
     for line in lines:
         words = shlex.split(line, comments=True)[1:]
         words = ["demo" if w in ("MODEL", "SMALL") else w for w in words]
-        if words[0] in ("server", "chat"):  # these go on until somebody ends them
+        if words[0] in ("server", "chat", "selftest"):  # no end by themselves; wants a GPU
             cli.build_parser().parse_args(words)
         else:
             assert cli.main(words) in (0, None), line
@@ -108,3 +108,15 @@ def test_links_lead_somewhere(path):
                 titles = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
                 slugs = {re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles}
                 assert anchor in slugs, target
+
+
+def test_every_test_that_a_document_names_exists():
+    named = {
+        found
+        for path in [*DOCUMENTS, *ROOT.glob("*.md")]
+        for found in re.findall(r"(test_\w+\.py)::(test_\w+)", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 60
+    for file, name in sorted(named):
+        text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        assert re.search(rf"^def {name}\(", text, re.MULTILINE), f"{file}::{name}"

@@ -1,16 +1,26 @@
 """Disks fail and files change under a running model. Nothing wrong is ever computed, the error says
 where it happened, and the model goes on once the cause is gone."""
 
+import errno
+import gc
+import itertools
 import os
 import shutil
 import threading
+import time
+import warnings
 
 import mlx.core as mx
 import pytest
 from conftest import random_tokens, resident, same_bits
+from mlx_lm.generate import generate_step as mlx_generate_step
 
 import smoe_mlx
+from smoe_mlx.cache.usage import Usage
+from smoe_mlx.forward.decode import MODES
+from smoe_mlx.generate import generate_step
 from smoe_mlx.load import load_model
+from smoe_mlx.store.vault import VAULT_FILE
 
 TOKENS = random_tokens(70)
 
@@ -144,8 +154,6 @@ def test_ctrl_c_during_a_read(model, folder, monkeypatch):
 def test_an_error_in_mid_generation(folder, monkeypatch):
     config = smoe_mlx.StreamingConfig(slots=0.2, threads=2, debug=True)
     model, _ = load_model(folder, config=config)
-    from smoe_mlx.generate import generate_step
-
     prompt = mx.array(TOKENS[:10])
     expected = [t for t, _ in generate_step(prompt, model, max_tokens=12)]
     disk = Preadv(monkeypatch)
@@ -157,6 +165,17 @@ def test_an_error_in_mid_generation(folder, monkeypatch):
     disk.fail = None
     assert got == expected[: len(got)]
     assert [t for t, _ in generate_step(prompt, model, max_tokens=12)] == expected
+
+
+def test_nan_is_an_error_and_no_text(folder):
+    """Weights that are damaged, or overflow their type: no endless token 0."""
+    for slots in (0.3, 1.0):
+        model, _ = load_model(folder, config=smoe_mlx.StreamingConfig(slots=slots))
+        steps = generate_step(mx.array(TOKENS[:5]), model, max_tokens=9)
+        next(steps)
+        model.model.norm.weight = model.model.norm.weight * mx.nan
+        with pytest.raises(smoe_mlx.NotFiniteError, match="NaN"):
+            list(steps)
 
 
 def test_an_interleaved_forward_never_sees_rewritten_slots(folder):
@@ -188,3 +207,205 @@ def test_another_thread_may_take_over(folder):
     mx.eval(lazy_a)
     assert same_bits(lazy_a, reference(a))
     assert same_bits(forward(model), forward(reference))
+
+
+def test_a_thread_may_take_over_from_one_that_ended_though_layers_were_complete(folder):
+    """What the first one left to be counted cannot be looked at any more, and that is all."""
+    model, _ = load_model(folder, config=smoe_mlx.StreamingConfig(slots=15, debug=True))
+    cache = model._streaming.cache
+    for token in TOKENS:
+        for layer, experts in ((0, range(7)), (1, range(8))):
+            with cache.lock:
+                cache.claim(layer, experts)
+        thread = threading.Thread(target=model, args=(mx.array([[token]]),))
+        thread.start()
+        thread.join()
+        if cache._unread:  # the token missed nothing in the first layer
+            break
+    assert cache._unread
+    for tokens in (TOKENS[:1], TOKENS):
+        assert same_bits(forward(model, tokens), forward(resident(folder), tokens))
+
+
+# ---- every fault in every phase ------------------------------------------------------------------
+
+PHASES = ["load", "prefill", *MODES[1:], "prewarm", "shatter", "verify", "usage"]
+FAULTS = ["EIO", "EAGAIN", "MemoryError", "interrupt", "short", "slow", "truncated", "replaced",
+          "unlinked", "no descriptors", "no threads"]  # fmt: skip
+GOES_ON = {"short", "slow"}  # whatever was asked for is done all the same
+CHANGES = {"truncated", "replaced", "unlinked"}
+# What is not read or opened cannot fail; a replaced file is a good one to whoever opens it then.
+UNTOUCHED = {
+    *((phase, "replaced") for phase in ("load", "shatter", "verify")),
+    *((phase, "no descriptors") for phase in ("prefill", *MODES[1:], "prewarm")),
+    *((phase, "no threads") for phase in PHASES if phase != "shatter"),
+}
+
+
+def inject(fault, path, monkeypatch):
+    """Let the disk, or what else is needed, fail from here on."""
+    main = threading.main_thread()
+
+    def failing(call):
+        def fail(fd, data, offset, *flags):
+            if fault in ("EIO", "EAGAIN"):
+                code = getattr(errno, fault)
+                raise OSError(code, os.strerror(code))
+            if fault == "MemoryError":
+                raise MemoryError
+            if fault == "interrupt" and threading.current_thread() is main:
+                raise KeyboardInterrupt
+            if fault == "slow":
+                time.sleep(0.0005)
+            if fault == "short":
+                if isinstance(data, int):
+                    data = min(data, 1000)
+                elif isinstance(data, list):
+                    data = [memoryview(data[0])[:1000]]
+                else:
+                    data = memoryview(data)[:1000]
+            return call(fd, data, offset, *flags)
+
+        return fail
+
+    if fault == "truncated":
+        os.truncate(path, path.stat().st_size // 8)
+    elif fault == "replaced":
+        shutil.copy(path, path.with_name("new"))
+        os.replace(path.with_name("new"), path)
+    elif fault == "unlinked":
+        path.unlink()
+    elif fault == "no descriptors":
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    elif fault == "no threads":
+
+        def start(thread):
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+    else:
+        for name in ("preadv", "pread", "pwrite"):
+            monkeypatch.setattr(os, name, failing(getattr(os, name)))
+    return lambda: None
+
+
+def answer(model):
+    return [t for t, _ in generate_step(mx.array(TOKENS[:9]), model, max_tokens=8)]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny):
+    steps = mlx_generate_step(mx.array(TOKENS[:9]), resident(tiny("qwen3_moe", "affine")))
+    return [int(t) for t, _ in itertools.islice(steps, 8)]
+
+
+def descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/dev/fd"))
+
+
+def outcome(act):
+    """What `act` raised, or None."""
+    try:
+        act()
+    except (smoe_mlx.SmoeError, OSError, MemoryError, RuntimeError, KeyboardInterrupt) as e:
+        return e.with_traceback(None)
+    return None
+
+
+CELLS = [
+    (phase, fault)
+    for phase in PHASES
+    for fault in FAULTS
+    if (fault != "EAGAIN" or phase in ("load", "exact", "shatter"))  # elsewhere as EIO
+    and (fault != "slow" or phase in ("prefill", "prewarm", *MODES))
+    and (fault == "no descriptors" or phase != "usage")
+]
+
+
+@pytest.mark.parametrize(("phase", "fault"), CELLS, ids="-".join)
+def test_a_fault_in_any_phase_is_told_and_passes(
+    phase, fault, folder, tmp_path, expected, monkeypatch
+):
+    """A clear error, no deadlock, nothing lost; the next request is right, or refused alike."""
+    path, dst = folder / "model.safetensors", tmp_path / "vault"
+    if phase == "verify":
+        smoe_mlx.shatter(folder, dst)
+        path = dst / VAULT_FILE
+    good = path.read_bytes()
+    config = smoe_mlx.StreamingConfig(
+        slots=0.9 if phase == "prewarm" else 0.3, threads=2, debug=True,
+        decode=phase if phase in MODES else "exact",
+    )  # fmt: skip
+    model = load_model(folder, config=config)[0]
+    streaming = model._streaming
+    usage = streaming.cache.usage = Usage(streaming.cache.layouts)
+    if phase in ("lag1", "token"):
+        streaming.decoding.optimistic.ready(model)
+    steps, got = generate_step(mx.array(TOKENS[:9]), model, max_tokens=8), []
+    if phase in MODES or phase == "usage":
+        got.append(next(steps)[0])
+    if phase == "usage":
+        usage.path = tmp_path / "usage"
+        usage.saw([(0, 0)])
+    files, fds = sorted(tmp_path.rglob("*")), descriptors()
+    act = {
+        "load": lambda: load_model(folder, config=config),
+        "prefill": lambda: list(generate_step(mx.array(TOKENS), model, max_tokens=1)),
+        "prewarm": lambda: smoe_mlx.prewarm(model),
+        "shatter": lambda: smoe_mlx.shatter(folder, dst),
+        "verify": lambda: smoe_mlx.verify(dst),
+        "usage": usage.save,
+    }.get(phase, lambda: got.extend(t for t, _ in steps))
+
+    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        heal = inject(fault, path, patch)
+        try:
+            error = outcome(act)
+        finally:
+            heal()
+        if fault in CHANGES and phase not in ("load", "shatter", "verify", "usage"):
+            for _ in range(2):
+                again = outcome(lambda: answer(model))
+                assert type(again) is smoe_mlx.CheckpointChangedError
+                assert str(path) in str(again)
+    steps.close()
+
+    if fault in GOES_ON or (phase, fault) in UNTOUCHED:
+        assert error is None
+        if phase in MODES[1:4]:
+            assert got == expected
+    elif phase == "usage":
+        assert error is None
+        assert "usage: cannot be written" in str(told[0].message)
+    elif fault in ("MemoryError", "interrupt"):
+        assert type(error).__name__ in ("MemoryError", "KeyboardInterrupt")
+    elif fault == "no threads":
+        assert "thread" in str(error)
+    else:
+        assert isinstance(error, (smoe_mlx.SmoeError, OSError))
+        assert str(tmp_path) in str(error)
+    if phase not in ("shatter", "usage") and fault not in CHANGES:
+        assert sorted(tmp_path.rglob("*")) == files
+    if fault in CHANGES:
+        path.write_bytes(good)
+    if fault not in CHANGES or phase in ("shatter", "verify", "usage", "load"):
+        assert descriptors() <= fds
+    if phase == "usage":
+        usage.saw([(0, 0)])
+        usage.save()
+        assert (tmp_path / "usage").exists()
+        assert not list(tmp_path.glob("*.part"))
+    if phase in ("shatter", "verify"):
+        if not dst.exists():
+            smoe_mlx.shatter(folder, dst)
+        assert smoe_mlx.verify(dst, folder) > 0
+    if phase == "load" or fault in CHANGES:
+        model = load_model(folder, config=config)[0]
+    if phase != "lossy":
+        assert answer(model) == answer(model) == expected

@@ -1,5 +1,6 @@
 """Hot experts: usage files, prewarming and pins change what is read, never what is computed."""
 
+import atexit
 import errno
 import json
 import os
@@ -118,6 +119,17 @@ def test_what_is_saved_is_loaded(model, tmp_path, no_warnings):
     assert b'"smoe-mlx usage"' in path.read_bytes()
     assert path.stat().st_ino != written[1]
     assert os.listdir(tmp_path) == ["usage.json"]
+
+
+def test_a_link_that_waits_under_the_temporary_name_is_not_written_through(model, tmp_path):
+    """A model's folder may come from a stranger."""
+    path, victim = tmp_path / "usage.json", tmp_path / "victim"
+    victim.write_text("precious")
+    path.with_name(f"usage.json.{os.getpid()}.part").symlink_to(victim)
+    used(model, path).save()
+    assert victim.read_text() == "precious"
+    assert b"smoe-mlx usage" in path.read_bytes()
+    assert not path.is_symlink()
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_other(model, tmp_path, monkeypatch):
@@ -440,6 +452,20 @@ def test_idle_time_is_used_where_it_pays_also_without_a_usage_file(tiny, slots, 
     got = generated(smoe_generate_step, model, prompt)
     assert got[0] == expected[0]
     assert all(map(same_bits, got[1], expected[1]))
+
+
+def test_a_model_loads_without_a_thread_for_idle_time(tiny, tmp_path, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    ends = []
+    monkeypatch.setattr(atexit, "register", ends.append)
+    monkeypatch.setattr(atexit, "unregister", ends.remove)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    config = smoe_mlx.StreamingConfig(slots=0.9, usage=tmp_path / "u")
+    model = load_model(tiny("qwen3_moe", "affine"), config=config)[0]
+    assert not ends
+    assert generated(smoe_generate_step, model, random_tokens(5))[0]
 
 
 def test_usage_counts_what_the_router_chose(tiny, tmp_path):

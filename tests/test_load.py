@@ -26,6 +26,7 @@ from mlx.utils import tree_flatten
 from safetensors.numpy import load_file, save_file
 
 import smoe_mlx
+from smoe_mlx.generate import generate_step
 from smoe_mlx.hub import find_model
 from smoe_mlx.load import load_model
 
@@ -227,7 +228,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import mlx.core as mx
 import smoe_mlx
-from smoe_mlx.hub import find_model
+from smoe_mlx.generate import generate_step
 from smoe_mlx.load import load_model
 def read_so_far():
     return int(open("/proc/self/io").read().split()[1])
@@ -270,7 +271,8 @@ def test_two_models_share_nothing(tiny):
     assert smoe_mlx.stats(b).bytes_read == 0
 
 
-def test_freeing_a_model_frees_its_files_and_threads(tiny):
+@pytest.mark.parametrize("decode", ["exact", "lag1", "token"])
+def test_freeing_a_model_frees_its_files_and_threads(decode, tiny):
     import gc
     import threading
 
@@ -282,8 +284,10 @@ def test_freeing_a_model_frees_its_files_and_threads(tiny):
     load_half(folder)
     gc.collect()
     threads, fds = threading.active_count(), descriptors()
-    model = load_half(folder)
+    config = smoe_mlx.StreamingConfig(slots=0.5, decode=decode)
+    model = load_model(folder, config=config)[0]
     mx.eval(model(mx.array([random_tokens(70)])))
+    list(generate_step(mx.array(random_tokens(9)), model, max_tokens=3))
     assert descriptors() > fds
     del model
     gc.collect()

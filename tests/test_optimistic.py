@@ -254,6 +254,47 @@ def test_a_failed_read_leaves_the_prompt_cache_as_it_was(mode, tiny, monkeypatch
     assert failures
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), KeyboardInterrupt()], ids=repr)
+def test_a_self_test_that_was_cut_short_is_made_again(error, tiny, monkeypatch):
+    """A model that was not seen to resume right is not decoded as if it had been."""
+    folder = tiny("qwen3_moe")
+    model, reference = open_model(folder, "token", 0.4, debug=True), resident(folder)
+    decoder = model._streaming.decoding.optimistic
+    cut_short, real = [], optimistic.restore
+
+    def restore(cache, state):
+        if not cut_short:
+            cut_short.append(True)
+            raise error
+        real(cache, state)
+
+    monkeypatch.setattr(optimistic, "restore", restore)
+    with pytest.raises(type(error)):
+        decoder.ready(model)
+    monkeypatch.setattr(optimistic, "alias", lambda value: value + 1)
+    assert cut_short
+    assert not decoder.ready(model)
+    monkeypatch.undo()
+    assert equal(decode_logits(model), decode_logits(reference))
+
+
+def test_a_bet_that_fails_is_no_error_of_a_token_that_does_not_need_it(tiny, slow_disk):
+    folder = tiny("qwen3_moe")
+    model, reference = open_model(folder, "token", 0.6, debug=True), resident(folder)
+    list(decode_logits(model))
+    cache = model._streaming.cache
+    cache.reader.fail = smoe_mlx.ExpertReadError(errno.EIO, "injected")
+    missing = [e for e, slot in enumerate(cache.table(0)) if slot < 0][:1]
+    with cache.lock:
+        cache.prefetch(0, missing)
+        cache.land(0)
+        assert not cache._bank_of[0].bets
+        with pytest.raises(smoe_mlx.ExpertReadError, match="injected"):
+            cache.claim_few(0, missing)
+    cache.reader.fail = None
+    assert equal(decode_logits(model), decode_logits(reference))
+
+
 def test_the_plain_call_goes_the_exact_way(tiny):
     folder = tiny("qwen3_moe")
     model, reference = open_model(folder, "token", debug=True), resident(folder)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import platform
 import random
 import signal
 import sys
@@ -25,6 +26,9 @@ from .forward.decode import MODES
 from .generate import stream_generate
 from .hub import DEMO, find_model
 from .instrument import instrument
+from .kernels.choose import KERNELS
+from .kernels.experts import FusedExperts, backend
+from .kernels.selftest import operations, self_test, usual_geometries
 from .load import load
 from .load import plan as make_plan
 from .panel import Panel
@@ -165,6 +169,11 @@ def build_parser() -> argparse.ArgumentParser:
     shatter_.add_argument("--trust-remote-code", action="store_true")
     shatter_.set_defaults(run=run_shatter)
 
+    selftest = commands.add_parser(
+        "selftest", help="are the expert kernels right on this GPU, and faster?"
+    )
+    selftest.set_defaults(run=run_selftest)
+
     verify_ = commands.add_parser("verify", help="check every record of a vault")
     verify_.add_argument("dst", help="the folder that shatter made")
     verify_.add_argument("--source", help="compare with the checkpoint it was made from")
@@ -214,6 +223,12 @@ def _add_budget(parser: argparse.ArgumentParser, slots: float | None = None) -> 
     )
     group.add_argument(
         "--decode", default="auto", metavar="MODE", help=f"{', '.join(MODES)} (docs/decode.md)"
+    )
+    group.add_argument(
+        "--kernels",
+        choices=KERNELS,
+        default="stock",
+        help="fused, auto: expert kernels on a GPU (docs/kernels.md); default: mlx-lm's operations",
     )
     group.add_argument(
         "--policy", default="lru", help=f"who makes room for another: {', '.join(POLICIES)}"
@@ -339,6 +354,7 @@ def _config(args: argparse.Namespace) -> StreamingConfig:
             lookahead=args.lookahead,
             spec=args.spec,
             decode=args.decode,
+            kernels=args.kernels,
             threads=args.threads,
             io=args.io,
             policy=args.policy,
@@ -450,6 +466,30 @@ def _write_panel(panel: Panel, path: str) -> None:
         Path(path).write_text(json.dumps(panel.as_dict(), indent=2) + "\n")
     except OSError as e:
         raise SmoeError(f"--instrument {path}: {e.strerror}") from e
+
+
+def run_selftest(args: argparse.Namespace) -> None:
+    where = backend()
+    if where is None:
+        raise SmoeError("MLX's default device is no GPU here: there are no kernels to test.")
+    device = {k: v for k, v in mx.device_info().items() if "name" in k or "arch" in k}
+    mlx = mx.__version__  # type: ignore[attr-defined]
+    print(f"smoe-mlx {__version__}, MLX {mlx}, {platform.platform()}, {where}: {device}")
+    bad = []
+    for name, (geometry, activation) in usual_geometries().items():
+        print(f"{name} ({geometry}): ", end="", flush=True)
+        try:
+            stock = operations(geometry, activation)
+            verdict = self_test(FusedExperts(geometry), stock, activation)
+        except Exception as e:  # whatever MLX, a driver or a compiler raises: report it, go on
+            print(f"FAILED\n{e}")
+            bad.append(name)
+            continue
+        if verdict.fault:
+            bad.append(name)
+        print(verdict)
+    if bad:
+        raise SmoeError(f"the kernels are not right here for {', '.join(bad)}; they are not used.")
 
 
 def run_stats(args: argparse.Namespace) -> None:

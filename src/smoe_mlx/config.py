@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from .cache.policy import POLICIES
 from .errors import BudgetError
 from .forward.decode import MODES
+from .kernels.choose import KERNELS
 from .store.reader import IO_MODES
 
 _UNITS = {"": 1, "B": 1}
@@ -57,6 +58,10 @@ class StreamingConfig:
             looks at the routing of each layer), "lag1" and "token" (it looks later, and does again
             what lacked an expert); all give the same bits. "lossy" leaves out experts that are not
             in memory: not the model's own answers.
+        kernels: what computes the experts of up to 16 tokens on a GPU. "stock": mlx-lm's own
+            operations, bit for bit. "fused": two kernels that round less, where they exist for
+            this model and pass a self-test; "auto": where they are faster as well
+            (docs/kernels.md). On a CPU all are "stock".
         threads: reads that may be under way beside the calling thread's own.
         io: how experts are read: "pread", "direct" (past the page cache) or "mmap".
         policy: which expert makes room for another: "lru" or "lfu" (docs/policies.md).
@@ -82,6 +87,7 @@ class StreamingConfig:
     lookahead: bool = True
     spec: int = 0
     decode: str = "auto"
+    kernels: str = "stock"
     threads: int = 8
     io: str = "pread"
     policy: str = "lru"
@@ -114,6 +120,8 @@ class StreamingConfig:
             raise ValueError(f"policy={self.policy!r}: one of {', '.join(POLICIES)}")
         if self.decode not in MODES:
             raise ValueError(f"decode={self.decode!r}: one of {', '.join(MODES)}")
+        if self.kernels not in KERNELS:
+            raise ValueError(f"kernels={self.kernels!r}: one of {', '.join(KERNELS)}")
         for name, least in (
             ("context", 1), ("prefill_step", 1), ("threads", 0), ("spec", 0),
             ("hot_per_layer", 0), ("kv_bits", 2), ("kv_group_size", 32), ("quantized_kv_start", 0),

@@ -25,6 +25,10 @@ class ExpertReadError(SmoeError, OSError):
     """The bytes of an expert could not be read; nothing was computed with them."""
 
 
+class NotFiniteError(SmoeError, ArithmeticError):
+    """The model computed NaN: its weights are damaged, or overflow their type."""
+
+
 class BudgetError(SmoeError, ValueError):
     """The memory or slot budget is too small or not understood; the message says what would do."""
 

@@ -25,6 +25,7 @@ from mlx_lm.generate import generate_step as mlx_generate_step
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .errors import NotFiniteError
 from .forward.prefill import prefill
 from .hot import pin_hot
 from .speculative import Drafter, DraftModel, look_up, room_of
@@ -109,6 +110,7 @@ def speculative_generate_step(
             prompt_progress_callback=prompt_progress_callback,
             input_embeddings=input_embeddings,
         ):
+            _refuse_nan(token, logprobs)
             yield token, logprobs, False
         return
     if len(prompt) == 0:
@@ -151,7 +153,9 @@ def speculative_generate_step(
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         token = sampler(logprobs)
         mx.eval(token, logprobs)
-        return int(token.item()), logprobs.squeeze(0)  # type: ignore[arg-type]
+        number, row = int(token.item()), logprobs.squeeze(0)  # type: ignore[arg-type]
+        _refuse_nan(number, row)
+        return number, row
 
     timed = getattr(type(model), "timed_sampling", None)  # while `instrument` is on
     sample = emit if timed is None else timed(emit)
@@ -215,6 +219,15 @@ def speculative_generate_step(
             streaming.cache.usage.save()
 
 
+def _refuse_nan(token: int, logprobs: mx.array) -> None:
+    """Raise for NaN, of which samplers make token 0: only then it is worth a look."""
+    if token == 0 and mx.isnan(logprobs[0]).item():
+        raise NotFiniteError(
+            "the model computed NaN. Its weights are damaged (smoe-mlx verify), or too large for "
+            "their type."
+        )
+
+
 def stream_generate(
     model: nn.Module,
     tokenizer: Any,
@@ -231,6 +244,7 @@ def stream_generate(
     Raises:
         UnsupportedModelError: the model was not loaded by `smoe_mlx.load`.
         ExpertReadError, CheckpointChangedError: an expert could not be read.
+        NotFiniteError: the model computed NaN.
     """
     if max_tokens == 0:
         raise ValueError("max_tokens must not be 0 (-1 for no limit)")

@@ -69,7 +69,10 @@ def prewarm_soon(streaming: Streaming) -> None:
 
     thread = threading.Thread(target=work, name="smoe-prewarm", daemon=True)
     atexit.register(end)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads to be had: then nothing is read early
+        atexit.unregister(end)
 
 
 def pin_hot(streaming: Streaming) -> None:

@@ -23,6 +23,8 @@ from .forward.decode import Decoding
 from .governor import govern
 from .hot import find_usage_file, prewarm_soon
 from .hub import find_model
+from .kernels.choose import KernelChooser
+from .kernels.experts import eligible
 from .layers.lookahead import look_up, make_predictor
 from .layers.mixed import MixedSwitch
 from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
@@ -248,6 +250,7 @@ def install(
         check=config.check,
         debug=config.debug,
     )
+    kernels = KernelChooser(config.kernels)
     modules: list[tuple[int, Switch, StreamingSwitchGLU | StreamingSwitchMLP]] = []
     layer = 0
     for switch in skeleton.switches:
@@ -255,7 +258,11 @@ def install(
         activation = switch.module.get("activation")
         parts = []
         for part in switch.parts:
-            parts.append(kind(cache, layer, **part.projections, activation=activation))
+            streamed = kind(cache, layer, **part.projections, activation=activation)
+            streamed.eval()  # here, since the parts of a MixedSwitch are not its children
+            geometry = eligible(part.layout.tensors, part.projections, streamed.activation)
+            streamed.fused = kernels.choose(geometry, streamed.in_one, streamed.activation)
+            parts.append(streamed)
             layer += 1
         module: nn.Module = parts[0]
         if len(parts) > 1:
@@ -270,7 +277,7 @@ def install(
             modules.append((layer - 1, switch, module))
     _install_bets(skeleton, modules, config)
     decoding = Decoding(skeleton.model, cache, config.decode)
-    return Streaming(cache, plan, decoding, config.hot_per_layer)
+    return Streaming(cache, plan, decoding, kernels, config.hot_per_layer)
 
 
 def _install_bets(

@@ -11,6 +11,7 @@ from .cache.experts import LayerStats, SharedExpertCache
 from .config import StreamingConfig
 from .errors import UnsupportedModelError
 from .forward.decode import Decoding
+from .kernels.choose import KernelChooser
 from .plan import MemoryPlan, ModelShape, format_bytes
 
 
@@ -48,6 +49,7 @@ class Streaming:
     cache: SharedExpertCache
     plan: MemoryPlan
     decoding: Decoding
+    kernels: KernelChooser
     hot_per_layer: int = 0
     prefill: PrefillStats = field(default_factory=PrefillStats)
     drafts: DraftStats = field(default_factory=DraftStats)
@@ -74,6 +76,8 @@ class Stats:
         failed_passes: forwards that were done again because an expert was missing.
         decode_fallback: why the model is decoded only the exact way, or "".
         dropped: experts that `decode="lossy"` left out. Unless 0, answers are not the model's own.
+        kernels: what computes the experts of few tokens, and what the self-test of the kernels
+            found.
         peak_memory: most bytes that MLX held, of all it did in this process.
         prewarmed: experts that were read in idle time, because earlier runs used them most.
         bets: experts that were read ahead, before their layer asked for them.
@@ -97,6 +101,7 @@ class Stats:
     failed_passes: int
     decode_fallback: str
     dropped: int
+    kernels: str
     peak_memory: int
     plan: MemoryPlan
     prewarmed: int
@@ -138,6 +143,7 @@ class Stats:
             + (", ".join(f"{n:,} {mode}" for mode, n in self.decoded.items() if n) or "nothing")
             + (f"; {self.failed_passes:,} passes done again" if self.failed_passes else "")
             + (f"; only exact: {self.decode_fallback}" if self.decode_fallback else ""),
+            f"experts by        {self.kernels}",
             f"peak memory       {format_bytes(self.peak_memory)} "
             f"(plan {format_bytes(self.plan.total)})",
         ]
@@ -191,6 +197,7 @@ def stats(model: nn.Module) -> Stats:
         failed_passes=streaming.decoding.optimistic.failed,
         decode_fallback=streaming.decoding.optimistic.refused,
         dropped=streaming.decoding.dropped,
+        kernels=str(streaming.kernels),
         peak_memory=mx.get_peak_memory(),
         plan=streaming.plan,
         prewarmed=cache.stats.prewarmed,

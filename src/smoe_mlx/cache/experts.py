@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from ..errors import BudgetError, VaultError
+from ..errors import BudgetError, SmoeError, VaultError
 from ..store.layout import ExpertLayout
 from ..store.reader import ExpertReader, ReadRequest
 from ..store.streamer import Reading
@@ -537,10 +537,14 @@ class SharedExpertCache:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Count what `saw_later` was told. By now it has been evaluated."""
+        """Count what `saw_later` was told. By now it has been evaluated, nearly always."""
         unread, self._unread = self._unread, []
         for layer, indices in unread:
-            self._used(layer, np.array(indices).ravel().tolist())
+            try:
+                ids = np.array(indices).ravel().tolist()
+            except Exception:  # built by another thread, and never evaluated: see _settle
+                continue
+            self._used(layer, ids)
 
     def _used(self, layer: int, ids: Sequence[int]) -> None:
         bank, stats = self._bank_of[layer], self.stats.layers[layer]
@@ -564,7 +568,10 @@ class SharedExpertCache:
         self._claimed = keys.keys()
 
     def land(self, layer: int) -> None:
-        """Wait for what was bet on for `layer`, which comes next; enter it. Errors as `claim`."""
+        """Wait for what was bet on for `layer`, which comes next; enter it.
+
+        A bet that cannot be read is given up: a claim that needs the expert will say why.
+        """
         bank = self._bank_of[layer]
         experts = [e for i, e in bank.bets if i == layer]
         if not experts:
@@ -576,6 +583,8 @@ class SharedExpertCache:
             self._finish(self._start(bank, layer, experts))
             stats.misses, stats.missed_calls = before  # `saw` tells who was needed
             bank.landed.update((layer, e) for e in experts)
+        except SmoeError:
+            self._recover()
         except BaseException:
             self._recover()
             raise

@@ -78,7 +78,8 @@ class Usage:
         part = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
         try:
             try:
-                with part.open("w", encoding="utf-8") as f:
+                part.unlink(missing_ok=True)  # left over, or a link that a stranger put there
+                with part.open("x", encoding="utf-8") as f:
                     json.dump(document, f)
                     f.flush()
                     os.fsync(f.fileno())

@@ -249,11 +249,11 @@ class OptimisticDecoder:
     def ready(self, model: nn.Module) -> bool:
         """Whether this model can be decoded this way. The first time, that is tried."""
         if not self._tested and not self.refused:
-            self._tested = True
-            _swap_layer_classes(model, self)
             with self.experts.lock:
+                _swap_layer_classes(model, self)
                 if not self._resumes_right(model):
                     self.refused = "a resumed pass differs from a whole one"
+            self._tested = True  # not before: an error or an interrupt is no verdict
         return not self.refused
 
     def _resumes_right(self, model: nn.Module) -> bool:
@@ -320,7 +320,7 @@ def _list_path(path: str) -> str | None:
 
 
 def _swap_layer_classes(model: nn.Module, decoder: OptimisticDecoder) -> None:
-    """Let the layers of the list with MoE layers be called through the decoder."""
+    """Let the layers of the list with MoE layers be called through the decoder, once."""
     switches = (StreamingSwitchGLU, StreamingSwitchMLP)
     path = next(p for p, m in model.named_modules() if isinstance(m, switches))
     layers: Sequence[nn.Module] = look_up(model, _list_path(path) or "")
@@ -331,10 +331,11 @@ def _swap_layer_classes(model: nn.Module, decoder: OptimisticDecoder) -> None:
         def through(layer: nn.Module, *args: Any, **kw: Any) -> Any:
             return decoder.layer_call(call, layer, args, kw)
 
-        return type(kind.__name__, (kind,), {"__call__": through})
+        return type(kind.__name__, (kind,), {"__call__": through, "resumable": True})
 
-    kinds = {kind: resumable(kind) for kind in {type(layer) for layer in layers}}
-    for layer in layers:
+    left = [layer for layer in layers if not getattr(type(layer), "resumable", False)]
+    kinds = {kind: resumable(kind) for kind in {type(layer) for layer in left}}
+    for layer in left:
         layer.__class__ = kinds[type(layer)]
 
 

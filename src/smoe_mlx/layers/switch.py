@@ -15,6 +15,7 @@ import numpy as np
 from mlx_lm.models.switch_layers import SwiGLU, _gather_sort, _scatter_unsort
 
 from ..cache.experts import Arrays, SharedExpertCache
+from ..kernels.experts import FusedExperts
 from .lookahead import Predictor
 
 # mlx-lm sorts the rows by expert from this many (token, expert) pairs on.
@@ -81,6 +82,7 @@ class _StreamingSwitch(nn.Module):
         self._num_experts = cache.layouts[layer].num_experts
         self._trials = HITS_FIRST_TRIALS
         self.has_zero_experts = False  # then `expect` is called before each call
+        self.fused: FusedExperts | None = None  # kernels in the place of mlx-lm's operations
         self.bet((), hits_first=True)
         self._set_true_indices(None)
 
@@ -250,6 +252,8 @@ class _StreamingSwitch(nn.Module):
 
     def in_one(self, arrays: Arrays, x: mx.array, indices: mx.array) -> mx.array:
         """As mlx-lm's SwitchGLU.__call__."""
+        if self.fused is not None and not self.training and self.fused.fits(x, indices):
+            return self.fused(arrays, x, indices)
         x = mx.expand_dims(x, (-2, -3))
         in_order = indices.size >= SORT_FROM
         idx, inv_order = indices, None

@@ -262,8 +262,8 @@ def _plan(
 
 def fingerprint(file: Any) -> dict[str, Any]:
     """What tells one version of a source file from another: its size and its header."""
-    start = os.pread(file.fileno(), 8, 0)
-    header = os.pread(file.fileno(), int.from_bytes(start, "little"), 8)
+    start = file.pread(8, 0)
+    header = file.pread(int.from_bytes(start, "little"), 8)
     digest = hashlib.sha256(header).hexdigest()
     return {"name": file.path.name, "size": file.fingerprint.size, "header_sha256": digest}
 

@@ -84,7 +84,7 @@ def _compare_layer(
         data = np.frombuffer(memoryview(array), np.uint8)  # type: ignore[arg-type]
         rows = data.reshape(layout.num_experts, -1)
         for e, (offset, row) in enumerate(zip(offsets.tolist(), rows, strict=True)):
-            if os.pread(vault.fileno(), t.nbytes, offset) != row.tobytes():
+            if vault.pread(t.nbytes, offset) != row.tobytes():
                 raise VaultError(
                     f"{vault.path}: {t.name} of {layout.name(e)} of {layout.path} is not what "
                     f"{folder} holds."

@@ -1,7 +1,9 @@
 """An open file that notices when it is no longer the one that was opened."""
 
+import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -36,6 +38,17 @@ class OpenFile:
         """The descriptor of the open file."""
         return self._fd
 
+    def pread(self, nbytes: int, offset: int) -> bytes:
+        """`nbytes` bytes at `offset`, fewer only where the file ends. An OSError names the file."""
+        data = b""
+        with naming(self.path):
+            while len(data) < nbytes:
+                more = os.pread(self._fd, nbytes - len(data), offset + len(data))
+                if not more:
+                    break
+                data = data + more if data else more
+        return data
+
     def check_unchanged(self) -> None:
         """Raise `CheckpointChangedError` if the file is not the one that was opened."""
         if self._fd < 0:
@@ -65,6 +78,15 @@ class OpenFile:
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
             self.close()
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Let an OSError of a call that takes a descriptor say which file it was."""
+    try:
+        yield
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, os.fspath(path)) from e
 
 
 def no_duplicate_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -138,17 +138,18 @@ class _File:
         self.source, self.path, self.fd = source, source.path, source.fileno()
         self.size = source.fingerprint.size
         self.own_fd = -1
-        self.read_into = self._scatter
+        # Functions, not bound methods: a cycle would keep the file open until the next collection.
+        self.read_into = _File._scatter
         if io == "direct" and hasattr(fcntl, "F_NOCACHE"):  # macOS: any alignment will do
             self.fd = self._open_again(0)
             fcntl.fcntl(self.fd, fcntl.F_NOCACHE, 1)
         elif io == "direct" and hasattr(os, "O_DIRECT"):
             with contextlib.suppress(OSError):  # a file system without direct I/O
                 self._open_again(os.O_DIRECT)
-                self.read_into = self._read_direct
+                self.read_into = _File._read_direct
         elif io == "mmap" and self.size:
             self.map = mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ)
-            self.read_into = self._copy_mapped
+            self.read_into = _File._copy_mapped
 
     def _open_again(self, flags: int) -> int:
         """Open the path once more, and make sure that it is still the same file."""
@@ -163,7 +164,7 @@ class _File:
     def read(self, read: _Read) -> None:
         """Fill the read's buffers, or raise ExpertReadError."""
         try:
-            self.read_into(read)
+            self.read_into(self, read)
         except OSError as e:
             if isinstance(e, ExpertReadError):
                 raise

@@ -63,7 +63,7 @@ class SafetensorsMmap(OpenFile):
 
     def _read_header(self) -> tuple[dict[str, TensorInfo], dict[str, str]]:
         size = self.fingerprint.size
-        start = os.pread(self._fd, 8, 0)
+        start = self.pread(8, 0)
         if len(start) < 8:
             raise self._bad(f"not a safetensors file ({size} bytes)")
         if start.startswith(b"version "):
@@ -77,7 +77,7 @@ class SafetensorsMmap(OpenFile):
             raise self._bad(f"truncated: {size} bytes, but the header alone ends at {8 + length}")
         try:
             header = json.loads(
-                os.pread(self._fd, length, 8).decode("utf-8"), object_pairs_hook=no_duplicate_names
+                self.pread(length, 8).decode("utf-8"), object_pairs_hook=no_duplicate_names
             )
         except (ValueError, RecursionError) as e:
             raise self._bad(f"its header is not valid JSON ({e})") from None

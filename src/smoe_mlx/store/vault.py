@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import VaultError
-from .files import OpenFile, is_size, no_duplicate_names
+from .files import OpenFile, is_size, naming, no_duplicate_names
 from .layout import ExpertLayout, TensorSpec
 from .safetensors import DTYPE_BITS
 
@@ -184,7 +184,7 @@ class Vault(OpenFile):
 
     def _read(self) -> None:
         size = self.fingerprint.size
-        first = os.pread(self._fd, PREAMBLE.size, 0)
+        first = self.pread(PREAMBLE.size, 0)
         if len(first) < PREAMBLE.size or not first.startswith(MAGIC):
             raise self._bad(f"not a vault ({size} bytes)")
         (_, version, alignment, header_nbytes, count, data_offset, file_nbytes, zero, body_crc,
@@ -209,7 +209,7 @@ class Vault(OpenFile):
             or data_offset != _align(end, RECORD_ALIGNMENT)
         ):
             raise self._bad("its header and table do not fit into the file")
-        body = os.pread(self._fd, header_nbytes + table_nbytes, PREAMBLE.size)
+        body = self.pread(header_nbytes + table_nbytes, PREAMBLE.size)
         if len(body) != header_nbytes + table_nbytes or zlib.crc32(body) != body_crc:
             raise self._bad("its header or table is damaged")
         self.header = self._parse(body[:header_nbytes])
@@ -348,7 +348,7 @@ class Vault(OpenFile):
         entry = self.table[index]
         layer = self.layers[entry["layer"]]
         geometry = self.geometries[layer.geometry]
-        data = os.pread(self._fd, int(entry["length"]), int(entry["offset"]))
+        data = self.pread(int(entry["length"]), int(entry["offset"]))
         crc, end, clean = 0, 0, len(data) == entry["length"]
         for t, offset in zip(geometry.tensors, geometry.offsets, strict=True):
             clean = clean and not any(data[end:offset])
@@ -376,11 +376,16 @@ class VaultWriter:
         self.done = self._resume()
         flags = os.O_RDWR | os.O_CREAT | (0 if self.done else os.O_TRUNC)
         self._fd = os.open(self.partial, flags, 0o644)
-        os.ftruncate(self._fd, plan.file_nbytes)
-        if not self.done:
-            with open(self.journal, "w") as f:
-                f.write(json.dumps({"plan": self._plan_id()}) + "\n")
-                _sync(f.fileno())
+        try:
+            with naming(self.partial):
+                os.ftruncate(self._fd, plan.file_nbytes)
+            if not self.done:
+                with open(self.journal, "w") as f:
+                    f.write(json.dumps({"plan": self._plan_id()}) + "\n")
+                    _sync(f.fileno())
+        except BaseException:
+            self.close()
+            raise
         self._first = {
             layer: int(i) for i, layer in reversed(list(enumerate(plan.table["layer"].tolist())))
         }
@@ -403,7 +408,7 @@ class VaultWriter:
                 rows = self.plan.table["layer"] == entry["layer"]
                 self.plan.table["crc"][rows] = entry["crc"]
                 done.add(entry["layer"])
-        except (OSError, ValueError, KeyError, IndexError, TypeError):
+        except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError):
             self.plan.table["crc"] = 0
             return set()
         return done
@@ -417,9 +422,10 @@ class VaultWriter:
         self._write(data, at)
 
     def _write(self, data: memoryview, at: int) -> None:
-        while data:
-            n = os.pwrite(self._fd, data, at)
-            data, at = data[n:], at + n
+        with naming(self.partial):
+            while data:
+                n = os.pwrite(self._fd, data, at)
+                data, at = data[n:], at + n
 
     def layer_done(self, layer: int) -> None:
         """All pieces of `layer` are written: make that last."""

@@ -1,0 +1,238 @@
+"""Are the expert kernels right on this GPU, how fast are they, and what does a whole model gain?
+
+    python benchmarks/kernels.py
+    python benchmarks/kernels.py --sweep --model /tmp/bench/moe12 --json kernels.json
+
+1. Errors against a float32 reference, those of mlx-lm's own operations beside them, with NaN and
+   missing slots tried, for many geometries and activations.
+2. Time of one layer's experts, kernels against operations, in turns, each call fed by the one
+   before, all experts in slots. `--sweep` also tries other divisions of the work.
+3. With `--model`: decoding with `kernels="fused"`, with "stock", and by mlx-lm itself, in turns.
+
+`--seconds` bounds the whole: what does not fit is named as left out. The first use of MLX's CUDA
+build on a machine compiles for a minute or more; that is done first and not counted in any time.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import activations, gemma4_text, kimi_k3, step3p5
+from mlx_lm.models.switch_layers import SwiGLU
+
+from smoe_mlx.kernels import selftest
+from smoe_mlx.kernels.experts import FusedExperts, Geometry, Tiling, activation_text, backend
+
+START = time.perf_counter()
+TOKENS = (1, 2, 4, 8, 16)
+SHAPES = {"Qwen3-30B-A3B": (2048, 768), "Qwen3-235B-A22B": (4096, 1536)}
+EXPERTS, TOP_K = 128, 8
+TILINGS = [Tiling(*t) for t in ((4, 8, 1), (4, 8, 2), (8, 8, 1), (2, 8, 1), (4, 16, 1), (4, 32, 1),
+                                (8, 32, 2), (4, 4, 1))]  # fmt: skip
+
+
+def say(text: str = "") -> None:
+    print(f"[{time.perf_counter() - START:6.1f} s] {text}" if text else "", flush=True)
+
+
+def geometry(
+    hidden: int, ffn: int, bits: int, group: int = 64, dtype: mx.Dtype = mx.bfloat16,
+    activation: nn.Module | None = None, bias: bool = False, gated: bool = True,
+) -> tuple[Geometry, nn.Module]:  # fmt: skip
+    activation = SwiGLU() if activation is None else activation
+    text = activation_text(activation, gated)
+    assert text is not None
+    how = (bits, group)
+    return Geometry(hidden, ffn, gated, text, how, how, bias, bias, dtype), activation
+
+
+def self_tests() -> list[tuple[str, Geometry, nn.Module]]:
+    bf16, f16, f32 = mx.bfloat16, mx.float16, mx.float32
+    oai = activations.SwigluOAI()
+    cases = [
+        geometry(2048, 768, 4), geometry(2048, 768, 2), geometry(4096, 1536, 4),
+        geometry(4096, 1536, 2), geometry(2048, 768, 4, dtype=f16),
+        geometry(2048, 768, 4, dtype=f32),
+        geometry(2880, 2880, 4, 32, activation=oai, bias=True), geometry(2048, 768, 4, 32),
+        geometry(2048, 768, 4, 128), geometry(2048, 768, 2, 32), geometry(2048, 768, 2, 128),
+        geometry(2048, 768, 8), geometry(7168, 2048, 4), geometry(2880, 704, 2, dtype=f16),
+        geometry(64, 64, 4), geometry(1024, 512, 4, dtype=f32, activation=gemma4_text.GeGLU()),
+        geometry(1024, 512, 4, activation=kimi_k3.SiTU(1.0, 2.0)),
+        geometry(1024, 512, 4, activation=step3p5.ClampedSwiGLU(7.0)),
+        geometry(1024, 512, 4, activation=nn.ReLU2(), gated=False),
+        geometry(1024, 512, 2, activation=nn.ReLU2(), gated=False, bias=True, dtype=bf16),
+    ]  # fmt: skip
+    return [(f"{g} {type(a).__name__}{' bias' if g.up_bias else ''}", g, a) for g, a in cases]
+
+
+def test_one(name: str, g: Geometry, activation: nn.Module) -> dict:
+    fused, arrays = FusedExperts(g), selftest.random_experts(g, selftest.SLOTS)
+    ways = [fused, selftest.operations(g, activation)]
+    mine, theirs = selftest.measure_errors(g, activation, arrays, ways)
+    fault = selftest.find_fault(fused, arrays, mine, theirs)
+    say(
+        f"  {name:<44} error {mine.rms:.2e} (largest {mine.largest:.1e})   "
+        f"mlx-lm {theirs.rms:.2e} ({theirs.largest:.1e})   {fault or 'ok'}"
+    )
+    return {"what": name, "error": mine.rms, "mlx_lm": theirs.rms, "fault": fault}
+
+
+def time_one(name: str, shape: tuple[int, int], bits: int, tokens: tuple[int, ...]) -> dict:
+    g, activation = geometry(*shape, bits)
+    arrays = selftest.random_experts(g, EXPERTS)
+    ways = [FusedExperts(g), selftest.operations(g, activation)]
+    found = {}
+    for n in tokens:
+        quick, slow = selftest.time_ways(g, arrays, ways, n, TOP_K, rounds=9)
+        found[n] = {"fused_us": 1e6 * quick, "stock_us": 1e6 * slow, "speedup": slow / quick}
+        say(
+            f"  {name} {bits} bits, {n:>2} tokens: fused {1e6 * quick:8.1f} us   "
+            f"mlx-lm {1e6 * slow:8.1f} us   {slow / quick:.2f}x"
+        )
+    x, slots = selftest.random_call(g, EXPERTS, 1, TOP_K)
+    for label, way in zip(("fused", "mlx-lm"), ways, strict=True):
+        start = time.perf_counter()
+        ys = [way(arrays, x, slots) for _ in range(200)]
+        host = (time.perf_counter() - start) / len(ys)
+        mx.eval(ys)
+        say(f"  {name} {bits} bits: the host builds one {label} call in {1e6 * host:.1f} us")
+    return {"what": name, "bits": bits, "tokens": found}
+
+
+def sweep(bits: int) -> list[dict]:
+    """Each division of work in the place of the usual one, of one kernel at a time."""
+    g, _ = geometry(*SHAPES["Qwen3-30B-A3B"], bits)
+    arrays, usual, out = selftest.random_experts(g, EXPERTS), Tiling(), []
+    pairs = [(usual, usual), *((t, usual) for t in TILINGS[1:]), *((usual, t) for t in TILINGS[1:])]
+    ways = []
+    for pair in pairs:
+        fused = FusedExperts(g, tilings=pair)
+        try:
+            mx.eval(fused(arrays, *selftest.random_call(g, EXPERTS, 1, TOP_K)))
+            ways.append((pair, fused))
+        except Exception as e:
+            say(f"  {pair}: {str(e)[:200]}")
+    for n in (1, 8):
+        seconds = selftest.time_ways(g, arrays, [w for _, w in ways], n, TOP_K, rounds=9)
+        for (pair, _), s in zip(ways, seconds, strict=True):
+            first, second = (tuple(t) for t in pair)
+            say(f"  {bits} bits, {n} tokens, tilings {first} {second}: {1e6 * s:8.1f} us")
+            out.append({"bits": bits, "tokens": n, "tilings": [first, second], "us": 1e6 * s})
+    return out
+
+
+def decode(folder: Path, shares: list[float], tokens: int, rounds: int) -> dict:
+    """Tokens a second of each arm, in turns; the ratio is against mlx-lm in the same round."""
+    import mlx_lm
+    from mlx_lm.models.cache import make_prompt_cache
+
+    import smoe_mlx
+
+    arms = {"mlx-lm": mlx_lm.load(str(folder))[0]}
+    for share in shares:
+        for kernels in ("stock", "fused"):
+            config = smoe_mlx.StreamingConfig(slots=share, kernels=kernels)
+            model = arms[f"{share:g} {kernels}"] = smoe_mlx.load(folder, config=config)[0]
+            say(f"  loaded {share:g} {kernels}: {smoe_mlx.stats(model).kernels}")
+    prompt = mx.array([[(i * 7919) % 1000 + 10 for i in range(16)]])
+    caches, last, speeds = {}, {}, {name: [] for name in arms}
+    for name, model in arms.items():
+        caches[name] = make_prompt_cache(model)
+        last[name] = mx.argmax(model(prompt, cache=caches[name])[:, -1], axis=-1)[:, None]
+        mx.eval(last[name])
+    for i in range(rounds + 1):  # the first warms up
+        for name, model in arms.items():
+            start = time.perf_counter()
+            y = last[name]
+            for _ in range(tokens):  # as mlx-lm: the next forward is built while one computes
+                y = mx.argmax(model(y, cache=caches[name])[:, -1], axis=-1)[:, None]
+                mx.async_eval(y)
+            mx.eval(y)
+            last[name] = y
+            if i:
+                speeds[name].append(tokens / (time.perf_counter() - start))
+    out = {}
+    for name, found in speeds.items():
+        ratios = [a / b for a, b in zip(found, speeds["mlx-lm"], strict=True)]
+        out[name] = {"tok_s": statistics.median(found), "ratio": statistics.median(ratios)}
+        say(f"  {name:<12} {out[name]['tok_s']:8.1f} tok/s   {out[name]['ratio']:.3f} x mlx-lm")
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="checkpoint folder, for the third part")
+    parser.add_argument("--shares", type=float, nargs="+", default=[1.0], help="of slots, for it")
+    parser.add_argument("--tokens", type=int, default=48, help="of one turn, for it")
+    parser.add_argument("--rounds", type=int, default=5, help="for it")
+    parser.add_argument("--sweep", action="store_true", help="try other divisions of the work")
+    parser.add_argument("--seconds", type=float, default=200, help="for all; default: 200")
+    parser.add_argument("--json", type=Path, help="write what was found to this file")
+    args = parser.parse_args()
+
+    found: dict = {"errors": [], "times": [], "sweep": [], "decode": {}, "failed": []}
+    found["machine"] = {k: str(v) for k, v in mx.device_info().items()}
+    say(f"MLX {mx.__version__}, {platform.platform()}, {found['machine']}")
+    where = backend()
+    if where is None:
+        raise SystemExit("no GPU is MLX's default device here: there is nothing to measure")
+    say(f"kernels for {where}")
+
+    def step(name: str, seconds: float, work) -> object:
+        """Run a step if there is time for it; a step that fails does not end the others."""
+        if time.perf_counter() - START + seconds > args.seconds:
+            say(f"LEFT OUT, no time: {name}")
+            found["failed"].append(f"left out: {name}")
+            return None
+        try:
+            return work()
+        except Exception as e:
+            say(f"FAILED: {name}: {type(e).__name__}: {str(e)[:1500]}")
+            found["failed"].append(f"{name}: {str(e)[:300]}")
+            return None
+        finally:
+            mx.clear_cache()
+            if args.json:
+                args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+    def add(kind: str, result: object) -> None:
+        if result is not None:
+            found[kind].extend(result if isinstance(result, list) else [result])
+
+    tests = self_tests()
+    say("errors, relative to the root mean square of the float32 reference:")
+    for name, g, activation in tests[:2]:
+        add("errors", step(name, 10, lambda n=name, g=g, a=activation: test_one(n, g, a)))
+    for i, (name, shape) in enumerate(SHAPES.items()):
+        say("time of one layer's experts, top 8 of 128:")
+        for bits in (4, 2):
+            work = lambda n=name, s=shape, b=bits: time_one(n, s, b, TOKENS)  # noqa: E731
+            add("times", step(f"{name} {bits} bits", 5, work))
+        if i == 0 and args.model is not None:
+            say(f"decoding, {args.model}:")
+            work = lambda: decode(args.model, args.shares, args.tokens, args.rounds)  # noqa: E731
+            found["decode"] = step("decode", 20, work) or {}
+    say("more errors:")
+    for name, g, activation in tests[2:]:
+        add("errors", step(name, 5, lambda n=name, g=g, a=activation: test_one(n, g, a)))
+    if args.sweep:
+        say("(simdgroups, lanes of a row, rows of a lane) of the first kernel and of the second:")
+        for bits in (4, 2):
+            add("sweep", step(f"sweep, {bits} bits", 25, lambda b=bits: sweep(b)))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    wrong = [e["what"] for e in found["errors"] if e["fault"]]
+    say(f"{len(found['errors'])} geometries tested, {len(wrong)} wrong {wrong or ''}")
+    say(f"failed or left out: {found['failed'] or 'nothing'}")
+    raise SystemExit(bool(wrong or any("left out" not in f for f in found["failed"])))
+
+
+if __name__ == "__main__":
+    main()

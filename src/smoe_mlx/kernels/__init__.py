@@ -1,0 +1,1 @@
+"""The experts of a token in two launches: one kernel text for Metal and CUDA (docs/kernels.md)."""

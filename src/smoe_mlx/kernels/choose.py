@@ -1,0 +1,181 @@
+"""Which layers use the kernels: what the user wants, what the machine can, what a self-test said.
+
+Verdicts of self-tests are remembered in `kernels.json` in the user's cache folder, by machine,
+versions, kernel text and geometry. A file that is damaged is ignored, and replaced.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import platform
+import stat
+import sys
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+
+from .experts import FusedExperts, Geometry, backend, kernel_text
+from .selftest import TIMED_TOKENS, Experts, Verdict, self_test, try_launch
+
+KERNELS = ("auto", "stock", "fused")
+FORMAT, VERSION = "smoe-mlx kernels", 1
+MOST_BYTES, MOST_VERDICTS = 1 << 20, 512
+
+
+class KernelChooser:
+    """Gives each layer of one model the kernels, or not.
+
+    Args:
+        kernels: one of `KERNELS`.
+
+    Attributes:
+        fused: layers that use them, of `layers`.
+        reasons: why others do not, and what the self-tests found.
+    """
+
+    def __init__(self, kernels: str):
+        self.kernels = kernels
+        self.fused = self.layers = 0
+        self.reasons: list[str] = []
+        self._chosen: dict[Geometry, FusedExperts | None] = {}
+
+    def choose(
+        self, geometry: Geometry | str, stock: Experts, activation: nn.Module
+    ) -> FusedExperts | None:
+        """The kernels for a layer, or None: mlx-lm's operations.
+
+        Args:
+            geometry: from `eligible`.
+            stock: mlx-lm's operations, to compare with.
+        """
+        self.layers += 1
+        if self.kernels == "stock":
+            return None
+        if backend() is None:
+            self._say("no GPU", warn=self.kernels == "fused")
+            return None
+        if isinstance(geometry, str):
+            self._say(geometry, warn=self.kernels == "fused")
+            return None
+        if geometry not in self._chosen:
+            self._chosen[geometry] = self._decide(geometry, stock, activation)
+        chosen = self._chosen[geometry]
+        self.fused += chosen is not None
+        return chosen
+
+    def _decide(
+        self, geometry: Geometry, stock: Experts, activation: nn.Module
+    ) -> FusedExperts | None:
+        fused = FusedExperts(geometry)
+        try:
+            key = _key(geometry)
+            verdict = _load().get(key)
+            if verdict is None:
+                verdict = self_test(fused, stock, activation)
+                _save(key, verdict)
+            elif not verdict.fault:
+                try_launch(fused)
+        except Exception as e:  # whatever MLX, a driver or a compiler raises
+            self._say(f"{geometry}: {str(e).strip() or type(e).__name__:.300}", warn=True)
+            return None
+        finally:
+            mx.clear_cache()
+        if verdict.fault:
+            self._say(f"{geometry}: {verdict.fault}", warn=True)
+            return None
+        if self.kernels == "auto":
+            fused.max_tokens = verdict.max_tokens
+        self._say(f"{geometry}: {verdict}, used up to {fused.max_tokens}")
+        return fused if fused.max_tokens else None
+
+    def _say(self, reason: str, warn: bool = False) -> None:
+        if reason in self.reasons:
+            return
+        self.reasons.append(reason)
+        if warn:
+            warnings.warn(
+                f"The expert kernels are not used: {reason}. mlx-lm's own operations compute "
+                "these layers.",
+                stacklevel=2,
+            )
+
+    def __str__(self) -> str:
+        if self.kernels == "stock":
+            return "mlx-lm's operations"
+        what = f"fused in {self.fused} of {self.layers} layers"
+        return "; ".join([what if self.fused else "mlx-lm's operations", *self.reasons])
+
+
+# ---- verdicts, remembered ------------------------------------------------------------------------
+
+
+def cache_file() -> Path:
+    """Where verdicts are kept."""
+    root = os.environ.get("XDG_CACHE_HOME") or (
+        "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
+    )
+    return Path(root).expanduser() / "smoe-mlx" / "kernels.json"
+
+
+def _key(geometry: Geometry) -> str:
+    """All that a verdict depends on, in a hash."""
+    device = {k: str(v) for k, v in mx.device_info().items() if "name" in k or "arch" in k}
+    texts = [kernel_text(backend() or "", a)["name"] for a in (geometry.activation, "u")]
+    versions = [module.__version__ for module in (mx, mlx_lm)]
+    parts: list[Any] = [*versions, platform.platform(), device, texts]
+    parts.append({**vars(geometry), "dtype": str(geometry.dtype)})
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _load() -> dict[str, Verdict]:
+    """The verdicts of the file; none if it is missing or not to be trusted."""
+    try:
+        path = cache_file()
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its other end
+            return {}
+        with path.open("rb") as f:
+            data = f.read(MOST_BYTES + 1)
+        document: Any = json.loads(data) if len(data) <= MOST_BYTES else None
+        if (document["format"], document["version"]) != (FORMAT, VERSION):
+            return {}
+        return {key: _verdict(entry) for key, entry in document["verdicts"].items()}
+    except Exception:  # json raises several kinds on damage
+        return {}
+
+
+def _verdict(entry: dict[str, Any]) -> Verdict:
+    """Raises whatever it likes on an entry that `_save` did not write."""
+    fault, speedup = entry["fault"], {int(n): s for n, s in entry["speedup"].items()}
+    numbers = [entry["error"], entry["stock_error"], *speedup.values()]
+    # (NaN is an error that a kernel may well have, with a fault.)
+    if not isinstance(fault, str) or not all(isinstance(x, float) for x in numbers):
+        raise ValueError("not a verdict")
+    ok = all(math.isfinite(x) and x > 0 for x in numbers) and set(speedup) == set(TIMED_TOKENS)
+    if not fault and not ok:
+        raise ValueError("not a verdict")
+    return Verdict(fault, entry["error"], entry["stock_error"], speedup)
+
+
+def _save(key: str, verdict: Verdict) -> None:
+    """Add a verdict; the file is replaced when the new one is whole."""
+    verdicts = _load()
+    verdicts[key] = verdict
+    kept = dict(list(verdicts.items())[-MOST_VERDICTS:])
+    document = {"format": FORMAT, "version": VERSION}
+    path = cache_file()
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with contextlib.suppress(OSError):  # then it is found again next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            text = json.dumps({**document, "verdicts": {k: asdict(v) for k, v in kept.items()}})
+            part.write_text(text)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)

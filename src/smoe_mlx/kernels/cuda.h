@@ -1,0 +1,11 @@
+// CUDA, through mx.fast.cuda_kernel.
+#define SM_FN __device__ __forceinline__
+#define SM_DEVICE
+#define SM_SHARED(type, name, count) __shared__ type name[count]
+#define SM_FLOAT4(a, b, c, d) make_float4(a, b, c, d)
+#define SM_BARRIER() __syncthreads()
+#define SM_SHUFFLE_DOWN(v, d) __shfl_down_sync(0xffffffffu, v, d)
+#define SM_EXP(v) expf(v)
+#define SM_TANH(v) tanhf(v)
+#define SM_LOAD16(p, i) __ldg((p) + (i))
+#define SM_UNROLL _Pragma("unroll")

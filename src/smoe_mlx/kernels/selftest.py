@@ -1,0 +1,254 @@
+"""Are the kernels right on this machine, and faster than mlx-lm's operations?
+
+Random experts of a geometry are computed by the kernels, by mlx-lm's operations in the model's
+dtype ("stock"), and for reference in float32 with the matrix products on the CPU.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.activations import SwigluOAI
+from mlx_lm.models.switch_layers import SwiGLU
+
+from ..layers.switch import Projection, StreamingSwitchGLU, StreamingSwitchMLP
+from .experts import ABSENT, FusedExperts, Geometry, activation_text
+
+Arrays = dict[tuple[str, str], mx.array]
+Experts = Callable[[Arrays, mx.array, mx.array], mx.array]  # (arrays, x, slots) -> [..., k, D]
+
+SLOTS = 8  # of the bank that is tested with
+CASES = ((1, 2), (1, 8), (5, 3), (16, 2))  # (tokens, top-k)
+ERROR_SLACK = 1.05  # of stock's error
+LEAST_ERROR = 2e-6  # what float32 sums in another order may differ by, relative
+TIMED_TOKENS = (1, 4, 16)
+LEAST_SPEEDUP = 1.05
+CHAIN = 16  # calls in a row that are timed together, each with the output of the one before
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Against the reference, over all cases: root of the mean square and largest, both relative
+    to the reference's root mean square."""
+
+    rms: float
+    largest: float
+
+
+def random_experts(geometry: Geometry, slots: int, seed: int = 0) -> Arrays:
+    """A bank of random experts, (projection, kind) -> [slots, ...]; outputs are about 1."""
+    g = geometry
+    up, down = (("gate_proj", "up_proj"), "down_proj") if g.gated else (("fc1",), "fc2")
+    key = mx.random.key(seed)
+    arrays: Arrays = {}
+    for name in (*up, down):
+        rows, inputs = (g.hidden, g.ffn) if name == down else (g.ffn, g.hidden)
+        (bits, group), bias = (g.down, g.down_bias) if name == down else (g.up, g.up_bias)
+        key, *keys = mx.random.split(key, 5)
+        codes = mx.random.randint(
+            0, 256, (slots, rows, inputs * bits // 8), mx.uint8, key=keys[0]
+        )  # as bytes: 32-bit numbers would come from floats, their low bits all zero
+        arrays[name, "weight"] = codes.view(mx.uint32)
+        # Codes spread evenly over 2^bits values have a deviation of 2^bits / sqrt(12).
+        unit = (12 / inputs) ** 0.5 / (1 << bits)
+        groups = (slots, rows, inputs // group)
+        scales = unit * mx.random.uniform(0.5, 1.5, groups, key=keys[1])
+        middle = -((1 << bits) - 1) / 2 * scales
+        offsets = middle + unit * mx.random.normal(groups, key=keys[2])
+        arrays[name, "scales"] = scales.astype(g.dtype)
+        arrays[name, "biases"] = offsets.astype(g.dtype)
+        if bias:
+            arrays[name, "bias"] = mx.random.normal((slots, rows), key=keys[3]).astype(g.dtype)
+    mx.eval(list(arrays.values()))
+    return arrays
+
+
+def random_call(
+    geometry: Geometry, slots: int, tokens: int, top_k: int, seed: int = 0
+) -> tuple[mx.array, mx.array]:
+    """(x [tokens, D], slot numbers [tokens, top_k]): a token's differ if there are enough."""
+    keys = mx.random.split(mx.random.key(1000 + seed), 2)
+    x = mx.random.normal((tokens, geometry.hidden), key=keys[0]).astype(geometry.dtype)
+    order = mx.argsort(mx.random.uniform(shape=(tokens, slots), key=keys[1]), axis=-1)
+    chosen = order[:, mx.arange(top_k) % slots].astype(mx.uint32)
+    mx.eval(x, chosen)
+    return x, chosen
+
+
+def reference(
+    geometry: Geometry, activation: nn.Module, arrays: Arrays, x: mx.array, slots: mx.array
+) -> mx.array:
+    """What experts compute, in float32: x [tokens, D], slots [tokens, k] -> [tokens, k, D]."""
+    g = geometry
+
+    def project(name: str, x: mx.array, how: tuple[int, int]) -> mx.array:
+        bits, group = how
+        scales, biases = (arrays[name, k].astype(mx.float32) for k in ("scales", "biases"))
+        y = mx.gather_qmm(
+            x, arrays[name, "weight"], scales, biases, rhs_indices=slots, transpose=True,
+            group_size=group, bits=bits, stream=mx.cpu,
+        )  # fmt: skip
+        bias = arrays.get((name, "bias"))
+        return y if bias is None else y + bias[slots][..., None, :].astype(mx.float32)
+
+    rows = x.astype(mx.float32)[:, None, None]
+    if g.gated:
+        h = activation(project("up_proj", rows, g.up), project("gate_proj", rows, g.up))
+    else:
+        h = activation(project("fc1", rows, g.up))
+    return project("down_proj" if g.gated else "fc2", h, g.down).squeeze(-2)
+
+
+def operations(geometry: Geometry, activation: nn.Module) -> Experts:
+    """mlx-lm's operations for experts of this geometry, as the streaming modules call them."""
+    g = geometry
+    names = ("gate_proj", "up_proj", "down_proj") if g.gated else ("fc1", "fc2")
+    parts = {name: Projection(name, g.up[1], g.up[0], "affine") for name in names[:-1]}
+    parts[names[-1]] = Projection(names[-1], g.down[1], g.down[0], "affine")
+    kind: Any = StreamingSwitchGLU if g.gated else StreamingSwitchMLP
+    nothing = SimpleNamespace(layouts=[SimpleNamespace(num_experts=SLOTS)])  # no cache is asked
+    module = kind(nothing, 0, **parts, activation=activation)
+    module.eval()
+    return module.in_one  # type: ignore[no-any-return]
+
+
+def measure_errors(
+    geometry: Geometry, activation: nn.Module, arrays: Arrays, ways: Sequence[Experts]
+) -> list[Errors]:
+    """The errors of each way of computing the experts, over `CASES`."""
+    sums, largest = [0.0] * len(ways), [0.0] * len(ways)
+    for tokens, top_k in CASES:
+        x, slots = random_call(geometry, SLOTS, tokens, top_k)
+        expected = reference(geometry, activation, arrays, x, slots)
+        unit = mx.sqrt(mx.square(expected).mean())
+        for i, way in enumerate(ways):
+            off = (way(arrays, x, slots).astype(mx.float32) - expected) / unit
+            # Not max() of Python, which forgets NaN.
+            sums[i] += float(mx.square(off).mean()) / len(CASES)
+            worst = float(mx.abs(off).max())
+            largest[i] = worst if not worst <= largest[i] else largest[i]
+    return [Errors(s**0.5, w) for s, w in zip(sums, largest, strict=True)]
+
+
+def find_fault(fused: FusedExperts, arrays: Arrays, errors: Errors, stock: Errors) -> str:
+    """What is wrong with the kernels on this machine, or ""."""
+    limit = max(ERROR_SLACK * stock.rms, LEAST_ERROR)
+    if not errors.rms <= limit:
+        return f"an error of {errors.rms:.2g}, mlx-lm's operations {stock.rms:.2g}"
+    limit = max(2 * stock.largest, 10 * LEAST_ERROR)
+    if not errors.largest <= limit:
+        return f"a largest error of {errors.largest:.2g}, mlx-lm's operations {stock.largest:.2g}"
+    x, slots = random_call(fused.geometry, SLOTS, 5, 3)
+    plain = fused(arrays, x, slots)
+    sick = mx.where(mx.arange(5)[:, None] == 2, mx.array(float("nan"), x.dtype), x)
+    y = fused(arrays, sick, slots)
+    if not mx.isnan(y[2]).all().item() or not _same_rows(y, plain, [0, 1, 3, 4]):
+        return "NaN of one token is lost, or reaches another"
+    gone = mx.array([[0, 0, 0], [ABSENT, 0, 0], [0, 0, 0], [0, SLOTS, 0], [0, 0, 0]], mx.uint32)
+    y = fused(arrays, x, mx.where(gone > 0, gone, slots))
+    expected = mx.where((gone > 0)[..., None], mx.array(0, plain.dtype), plain)
+    if not mx.array_equal(y, expected).item():
+        return "a missing slot is not left out"
+    return ""
+
+
+def _same_rows(a: mx.array, b: mx.array, rows: list[int]) -> bool:
+    return bool(mx.array_equal(a[mx.array(rows)], b[mx.array(rows)]).item())
+
+
+def time_ways(
+    geometry: Geometry, arrays: Arrays, ways: Sequence[Experts], tokens: int, top_k: int = 8,
+    rounds: int = 5,
+) -> list[float]:  # fmt: skip
+    """Seconds of one call of each way: medians over rounds in which they take turns."""
+    slots = next(iter(arrays.values())).shape[0]
+    calls = [random_call(geometry, slots, tokens, min(top_k, slots), i) for i in range(CHAIN)]
+    seconds: list[list[float]] = [[] for _ in ways]
+    for i in range(rounds + 1):  # the first warms up
+        for way, found in zip(ways, seconds, strict=True):
+            mx.synchronize()
+            start = time.perf_counter()
+            x = calls[0][0]
+            for _, chosen in calls:
+                x = way(arrays, x, chosen)[:, 0]
+            mx.eval(x)
+            if i:
+                found.append((time.perf_counter() - start) / CHAIN)
+    return [statistics.median(s) for s in seconds]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a self-test found.
+
+    Attributes:
+        fault: what is wrong with the kernels, or "": they are right.
+        error, stock_error: relative, root of the mean square.
+        speedup: tokens of a call -> how many times as fast as mlx-lm's operations.
+    """
+
+    fault: str
+    error: float
+    stock_error: float
+    speedup: dict[int, float]
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{s:.2f}x at {n}" for n, s in sorted(self.speedup.items()))
+        return (
+            f"{self.fault or 'right'}; error {self.error:.2g} (mlx-lm's {self.stock_error:.2g})"
+            + (f", speed {times} tokens" if times else "")
+        )
+
+    @property
+    def max_tokens(self) -> int:
+        """Calls of up to this many tokens are faster by the kernels."""
+        best = 0
+        for tokens in TIMED_TOKENS:
+            if self.speedup.get(tokens, 0) < LEAST_SPEEDUP:
+                break
+            best = tokens
+        return best
+
+
+def self_test(fused: FusedExperts, stock: Experts, activation: nn.Module) -> Verdict:
+    """Compare the kernels with the reference and with `stock`, and time both."""
+    g = fused.geometry
+    arrays = random_experts(g, SLOTS)
+    mine, theirs = measure_errors(g, activation, arrays, [fused, stock])
+    fault = find_fault(fused, arrays, mine, theirs)
+    # Others for timing: the CPU has looked at these, which on CUDA moves them to slower memory.
+    arrays = random_experts(g, SLOTS, seed=1)
+    speedup = {}
+    for tokens in () if fault else TIMED_TOKENS:
+        quick, slow = time_ways(g, arrays, [fused, stock], tokens)
+        speedup[tokens] = slow / quick
+    return Verdict(fault, mine.rms, theirs.rms, speedup)
+
+
+def try_launch(fused: FusedExperts) -> None:
+    """Compile and run every kernel once: what fails here would fail while a model runs."""
+    g = fused.geometry
+    arrays = random_experts(g, 1)
+    for top_k in (1, 8):  # MLX gives inputs of fewer than 8 numbers another type on Metal
+        x, slots = random_call(g, 1, 1, top_k)
+        mx.eval(fused(arrays, x, slots))
+
+
+def usual_geometries() -> dict[str, tuple[Geometry, nn.Module]]:
+    """Experts that many people run: name -> (geometry, activation)."""
+    out: dict[str, tuple[Geometry, nn.Module]] = {}
+    for name, hidden, ffn, bits, group, activation, bias in (
+        ("Qwen3-30B-A3B, 4 bits", 2048, 768, 4, 64, SwiGLU(), False),
+        ("Qwen3-30B-A3B, 2 bits", 2048, 768, 2, 64, SwiGLU(), False),
+        ("Qwen3-235B-A22B, 4 bits", 4096, 1536, 4, 64, SwiGLU(), False),
+        ("gpt-oss, 4 bits", 2880, 2880, 4, 32, SwigluOAI(), True),
+    ):
+        text, how = activation_text(activation, True) or "", (bits, group)
+        geometry = Geometry(hidden, ffn, True, text, how, how, bias, bias, mx.bfloat16)
+        out[name] = (geometry, activation)
+    return out

@@ -1,0 +1,177 @@
+"""What other compilers say of the kernels' text: a command, not part of the test run.
+
+    PATH=$PATH:/usr/lib/llvm-19/bin python tests/check_kernels.py   # clang and nvcc, if found
+
+clang reads the Metal text as C++ for OpenCL, whose __global, __constant, __local and __private are
+Metal's device, constant, threadgroup and thread: it notices pointers to the wrong kind of memory,
+which the emulator cannot. nvcc compiles the CUDA text for Hopper and says how many registers it
+takes, what it spills, and how many 16-byte loads came out. Exit status 1: something was refused,
+or spills, or no compiler was found.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import emulator
+import mlx.core as mx
+
+from smoe_mlx.kernels import experts
+from smoe_mlx.kernels.experts import ACTIVATIONS, FusedExperts, Geometry, Tiling
+from smoe_mlx.kernels.selftest import random_call, random_experts
+
+OPENCL = r"""
+#pragma OPENCL EXTENSION cl_khr_fp16 : enable
+#define device __global
+#define constant __constant
+#define thread __private
+#define SM_SHARED(type, name, count) __local type name[count]
+#define SM_FLOAT4(a, b, c, d) (float4)(a, b, c, d)
+typedef unsigned int uint; typedef unsigned short ushort;
+typedef unsigned int uint32_t; typedef int int32_t; typedef long int64_t;
+typedef unsigned long size_t;
+typedef half float16_t; typedef __bf16 bfloat16_t;
+typedef uint uint3 __attribute__((ext_vector_type(3)));
+typedef uint uint4 __attribute__((ext_vector_type(4)));
+typedef float float4 __attribute__((ext_vector_type(4)));
+enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+void threadgroup_barrier(mem_flags);
+template <class T> T simd_shuffle_down(T, ushort);
+namespace metal { float exp(float); float tanh(float); }
+using namespace metal;
+"""
+CLANG = """
+-x clcpp -cl-std=clc++2021 -target x86_64-linux-gnu -fsyntax-only -Wall -Wextra -Werror
+-Wno-unused-parameter -Wno-undefined-internal -Wno-sign-compare -Wno-sometimes-uninitialized
+-Xclang -cl-ext=-all,+cl_khr_fp16,-__opencl_c_generic_address_space -
+"""
+UTILS = """
+#include <cstdint>
+#include <cuda_fp16.h>
+#include <cuda_bf16.h>
+#include <cuda/std/array>
+namespace mlx::core::cu { using Shape = cuda::std::array<int32_t, 10>; }
+"""
+NVCC = "-std=c++17 -arch=sm_90a -Xptxas=-v"
+
+
+def clang_text(name: str, source: str) -> str:
+    """MLX's Metal text with its template arguments bound: an OpenCL kernel cannot be a template."""
+    found = re.search(rf"\ntemplate \[\[host_name\(.*?\] decltype\({name}<(.*?)>\)", source)
+    head = re.search(r"template <([^<>]*)>\n\[\[kernel\]\] void ", source)
+    assert found, source
+    assert head, source
+    bound = ""
+    for parameter, value in zip(head[1].split(", "), found[1].split(", "), strict=True):
+        kind, _, n = parameter.rpartition(" ")
+        bound += f"typedef {value} {n};\n" if kind == "typename" else f"enum {{ {n} = {value} }};\n"
+    text = re.sub(r"\ntemplate \[\[host_name.*?;\n", "\n", source)
+    text = text.replace(head[0], f"{bound}__kernel void ")
+    return OPENCL + '#line 1 "expert.metal"\n' + re.sub(r" \[\[\w+(\(\d+\))?\]\]", "", text)
+
+
+class Checker:
+    """Kernels that are compiled in the place of being run."""
+
+    def __init__(self, clang: str | None, nvcc: str | None, folder: Path):
+        self.clang, self.nvcc, self.folder = clang, nvcc, folder
+        self.failed = 0
+
+    def metal_kernel(self, **made_with: Any) -> Any:
+        kernel = emulator.real_metal_kernel(**made_with)
+
+        def call(inputs: Sequence[mx.array], **launch: Any) -> list[mx.array]:
+            traced = emulator.trace(kernel, inputs, launch)
+            text = clang_text(traced["name"], traced["source"])
+            assert self.clang is not None
+            done = subprocess.run(
+                [self.clang, *CLANG.split()], input=text, capture_output=True, text=True
+            )
+            self.say("clang", launch, done.returncode, done.stderr)
+            return outputs(launch)
+
+        return call
+
+    def cuda_kernel(
+        self, name: str, input_names: Any, output_names: Any, source: str, header: str
+    ) -> Any:
+        def call(inputs: Sequence[mx.array], **launch: Any) -> list[mx.array]:
+            _, text = emulator.cuda_text(
+                name, input_names, inputs, output_names, launch["output_dtypes"],
+                launch["template"], header, source,
+            )  # fmt: skip
+            path = self.folder / "expert.cu"
+            path.write_text(text)
+            command = [str(self.nvcc), *NVCC.split(), f"-I{self.folder}", str(path), "-o"]
+            done = subprocess.run(
+                [*command, str(self.folder / "out.cubin"), "-cubin"], capture_output=True, text=True
+            )
+            subprocess.run([*command, str(self.folder / "out.ptx"), "-ptx"], check=False)
+            ptx = (self.folder / "out.ptx").read_text() if done.returncode == 0 else ""
+            spilled = any(int(n) for n in re.findall(r"(\d+) bytes spill", done.stderr))
+            found = re.findall(r"\d+ registers|\d+ bytes smem|\d+ bytes spill \w+", done.stderr)
+            loads = len(re.findall(r"ld\.global\.nc\.v4", ptx))
+            said = ", ".join([*found, f"{loads} loads of 16 bytes"])
+            self.say("nvcc", launch, done.returncode or spilled, done.stderr, said)
+            return outputs(launch)
+
+        return call
+
+    def say(self, who: str, launch: Any, failed: int, stderr: str, more: str = "") -> None:
+        self.failed += bool(failed)
+        values = [str(v).rpartition(".")[2] for _, v in launch["template"]]
+        print(f"{who}: {' '.join(values)}: {'REFUSED' if failed else 'ok'} {more}", flush=True)
+        if failed:
+            print(stderr[:2000], flush=True)
+
+
+def outputs(launch: Any) -> list[mx.array]:
+    pairs = zip(launch["output_shapes"], launch["output_dtypes"], strict=True)
+    return [mx.zeros(shape, dtype) for shape, dtype in pairs]
+
+
+def geometries() -> list[tuple[Geometry, Tiling]]:
+    swiglu = ACTIVATIONS["mlx_lm.models.switch_layers.SwiGLU"]
+    usual = Geometry(2048, 768, True, swiglu, (4, 64), (4, 64), False, False, mx.bfloat16)
+    two = replace(usual, up=(2, 64), down=(2, 64))
+    mixed = replace(usual, up=(2, 32), down=(8, 64), up_bias=True, down_bias=True)
+    others = [
+        replace(usual, dtype=mx.float16), replace(two, dtype=mx.float32), mixed,
+        replace(usual, gated=False, activation=ACTIVATIONS["mlx.nn.layers.activations.ReLU2"]),
+        replace(usual, activation=ACTIVATIONS["mlx_lm.models.gemma4_text.GeGLU"]),
+    ]  # fmt: skip
+    tilings = (Tiling(), Tiling(rows=2))
+    return [(g, t) for g in (usual, two) for t in tilings] + [(g, Tiling()) for g in others]
+
+
+def main() -> int:
+    mx.set_default_device(mx.cpu)
+    clang, nvcc = shutil.which("clang"), shutil.which("nvcc")
+    with tempfile.TemporaryDirectory() as folder:
+        utils = Path(folder, "mlx/backend/cuda/device/utils.cuh")
+        utils.parent.mkdir(parents=True)
+        utils.write_text(UTILS)
+        checker = Checker(clang, nvcc, Path(folder))
+        mx.fast.metal_kernel, mx.fast.cuda_kernel = checker.metal_kernel, checker.cuda_kernel
+        for backend, found in (("metal", clang), ("cuda", nvcc)):
+            if found is None:
+                print(f"not checked: no {'clang' if backend == 'metal' else 'nvcc'} on PATH")
+                checker.failed += 1
+                continue
+            experts.backend = lambda backend=backend: backend
+            for geometry, tiling in geometries():
+                fused = FusedExperts(geometry, tilings=(tiling, tiling))
+                arrays = random_experts(geometry, 1)
+                for top_k in (2, 8) if backend == "metal" else (8,):
+                    fused(arrays, *random_call(geometry, 1, 1, top_k))
+    return checker.failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+// C++ meaning of the CUDA names the kernels use, over the same lockstep runtime.
+#pragma once
+#include <cmath>
+#include "runtime.h"
+#define SM_SHARED_EMU(type, name, count) auto& name = *(type(*)[count])::smemu::tg_alloc(__COUNTER__, sizeof(type) * (count), alignof(type))
+#define __device__
+#define __global__
+#define __host__
+#define __forceinline__ inline
+#define __grid_constant__
+#include <cstdint>
+#include <type_traits>
+struct cuvec_u4 { unsigned x, y, z, w; } __attribute__((aligned(16))); typedef cuvec_u4 uint4;
+struct alignas(16) float4 { float x, y, z, w; };
+inline float4 make_float4(float a, float b, float c, float d) { return float4{a, b, c, d}; }
+struct __half { _Float16 v; __half() = default; explicit __half(float f) : v((_Float16)f) {} operator float() const { return (float)v; } };
+struct __nv_bfloat16 { uint16_t b; __nv_bfloat16() = default;
+  explicit __nv_bfloat16(float f) { uint32_t u; __builtin_memcpy(&u, &f, 4); if ((u & 0x7fffffffu) > 0x7f800000u) { b = 0x7fff; return; } b = uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16); }
+  operator float() const { uint32_t u = uint32_t(b) << 16; float f; __builtin_memcpy(&f, &u, 4); return f; } };
+struct Shape { int32_t v[10]; int operator[](int i) const { return v[i]; } };
+struct Strides { int64_t v[10]; int64_t operator[](int i) const { return v[i]; } };
+#define threadIdx (::smemu::cur()->pos)
+#define blockIdx (::smemu::cur()->g->gpos)
+#define blockDim (::smemu::cur()->g->gdim)
+#define gridDim (::smemu::cur()->g->ngroups)
+inline void cu_sync(int site = __builtin_LINE()) { ::smemu::tg_barrier(site, true); }
+#define __syncthreads() cu_sync(__LINE__)
+template <class T> inline T __ldg(const T* p) { return *p; }
+template <class T> inline T cu_shfl_xor(unsigned mask, T v, int m, int site = __builtin_LINE()) {
+  if (mask != 0xffffffffu) ::smemu::fault("partial shuffle mask", site);
+  auto* b = ::smemu::simd_put(&v, sizeof v, site); T r; __builtin_memcpy(&r, b->v[::smemu::cur()->lane ^ m], sizeof r); return r;
+}
+template <class T> inline T cu_shfl_down(unsigned mask, T v, int d, int site = __builtin_LINE()) {
+  if (mask != 0xffffffffu) ::smemu::fault("partial shuffle mask", site);
+  int l = ::smemu::cur()->lane; auto* b = ::smemu::simd_put(&v, sizeof v, site); T r; __builtin_memcpy(&r, b->v[l + d > 31 ? l : l + d], sizeof r); return r;
+}
+#define __shfl_xor_sync cu_shfl_xor
+#define __shfl_down_sync cu_shfl_down

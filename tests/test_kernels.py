@@ -1,0 +1,662 @@
+"""The expert kernels: their text runs here thread by thread (tests/emulator), on no GPU."""
+
+import json
+import math
+import os
+import warnings
+from dataclasses import replace
+
+import emulator
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from conftest import random_tokens, same_bits
+from emulator import Emulator, KernelFault
+from mlx_lm.models import activations, deepseek_v41, gemma4_text, kimi_k3, muse_spark, step3p5
+from mlx_lm.models.switch_layers import SwiGLU
+
+import smoe_mlx
+from smoe_mlx import cli
+from smoe_mlx.kernels import choose, experts, selftest
+from smoe_mlx.kernels.choose import KernelChooser
+from smoe_mlx.kernels.experts import (
+    ACTIVATIONS,
+    FusedExperts,
+    Geometry,
+    Tiling,
+    activation_text,
+    eligible,
+    kernel_text,
+)
+from smoe_mlx.kernels.selftest import Verdict, find_fault, random_call, random_experts, reference
+from smoe_mlx.layers.switch import Projection
+from smoe_mlx.store.layout import TensorSpec
+
+SWIGLU = ACTIVATIONS["mlx_lm.models.switch_layers.SwiGLU"]
+BF16, F16, F32 = mx.bfloat16, mx.float16, mx.float32
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """Where compiled kernels are kept: the same folder for all workers of a run."""
+    if emulator.compiler() is None:
+        pytest.fail("no C++ compiler: these tests run kernels on the CPU. Install g++ or clang++.")
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "kernels"
+
+
+@pytest.fixture
+def emulate(compiled, monkeypatch):
+    """emulate("metal" or "cuda", ...): from here on the kernels run in an Emulator."""
+
+    def start(backend: str = "metal", **options) -> Emulator:
+        machine = Emulator(compiled, **options)
+        monkeypatch.setattr(mx.fast, "metal_kernel", machine.metal_kernel)
+        monkeypatch.setattr(mx.fast, "cuda_kernel", machine.cuda_kernel)
+        for module in (experts, choose):
+            monkeypatch.setattr(module, "backend", lambda: backend)
+        return machine
+
+    return start
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path, monkeypatch):
+    """No test reads or writes the user's own verdicts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "smoe-mlx"
+
+
+def swiglu(hidden, ffn, bits, group, dtype, down=None) -> Geometry:
+    up = (bits, group)
+    return Geometry(hidden, ffn, True, SWIGLU, up, down or up, False, False, dtype)
+
+
+def relative_error(y: mx.array, expected: mx.array) -> float:
+    off = y.astype(F32) - expected
+    return float(mx.sqrt(mx.square(off).mean() / mx.square(expected).mean()))
+
+
+def assert_exact(geometry, tokens, top_k, activation=None, tilings=None, slots=5):
+    """As right as the dtype allows: the error is that of rounding the float32 result, no more."""
+    arrays = random_experts(geometry, slots)
+    x, chosen = random_call(geometry, slots, tokens, top_k)
+    fused = FusedExperts(geometry, tilings=tilings or (Tiling(), Tiling()))
+    assert fused.fits(x, chosen)
+    y = fused(arrays, x, chosen)
+    activation = SwiGLU() if activation is None else activation  # (an empty module is false)
+    expected = reference(geometry, activation, arrays, x, chosen)
+    assert (y.shape, y.dtype) == ((tokens, top_k, geometry.hidden), geometry.dtype)
+    rounding = relative_error(expected.astype(geometry.dtype), expected)
+    assert relative_error(y, expected) <= 1.02 * rounding + 2e-6
+    return y
+
+
+# ---- the text ------------------------------------------------------------------------------------
+
+SHAPES = [
+    # hidden, ffn, bits, group, dtype, tokens, top-k
+    (64, 64, 4, 64, BF16, 1, 2),
+    (128, 32, 4, 32, F16, 16, 2),
+    (256, 384, 4, 128, F32, 3, 5),
+    (2880, 704, 4, 64, BF16, 1, 4),
+    (128, 64, 2, 32, BF16, 2, 4),
+    (320, 192, 2, 64, F16, 1, 8),
+    (256, 128, 2, 128, F32, 4, 3),
+    (96, 160, 8, 32, BF16, 2, 2),
+    (192, 64, 8, 64, F32, 1, 16),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_experts_equal_the_reference(shape, emulate):
+    hidden, ffn, bits, group, dtype, tokens, top_k = shape
+    emulate()
+    assert_exact(swiglu(hidden, ffn, bits, group, dtype), tokens, top_k)
+
+
+def test_qwen3_shapes(emulate):
+    machine = emulate()
+    assert_exact(swiglu(2048, 768, 4, 64, BF16), 1, 8)
+    assert machine.threadgroup_bytes == experts.shared_nbytes(768, 4, 64)
+
+
+def test_projections_with_their_own_format(emulate):
+    emulate()
+    assert_exact(swiglu(128, 64, 4, 32, BF16, down=(8, 64)), 2, 3)
+    assert_exact(swiglu(128, 64, 2, 64, BF16, down=(4, 32)), 2, 3)
+
+
+@pytest.mark.parametrize("tiling", [(8, 32, 1), (2, 16, 3), (3, 4, 2)])
+def test_tilings(tiling, emulate):
+    """Also those that leave rows over at the end."""
+    emulate()
+    assert_exact(swiglu(160, 96, 4, 32, F16), 2, 2, tilings=(Tiling(*tiling),) * 2)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4], SHAPES[7]], ids=str)
+def test_cuda_computes_the_same_bits(shape, emulate):
+    hidden, ffn, bits, group, dtype, tokens, top_k = shape
+    geometry = swiglu(hidden, ffn, bits, group, dtype)
+    emulate("metal")
+    metal = assert_exact(geometry, tokens, top_k)
+    machine = emulate("cuda")
+    assert same_bits(assert_exact(geometry, tokens, top_k), metal)
+    assert len(machine.names) == 2
+
+
+def test_order_of_threads_changes_no_bit(emulate):
+    emulate()
+    first = assert_exact(swiglu(256, 384, 4, 128, F32), 3, 5)
+    for seed in (1, 2, 3):
+        emulate(seed=seed)
+        assert same_bits(assert_exact(swiglu(256, 384, 4, 128, F32), 3, 5), first)
+
+
+def test_a_pair_does_not_depend_on_the_others(emulate):
+    """What lets a layer compute experts in memory while others are read."""
+    emulate()
+    geometry = swiglu(128, 32, 4, 32, F16)
+    arrays, fused = random_experts(geometry, 6), FusedExperts(geometry)
+    x, chosen = random_call(geometry, 6, 16, 4)
+    whole = fused(arrays, x, chosen)
+    assert same_bits(fused(arrays, x[5:6], chosen[5:6, 1:3]), whole[5:6, 1:3])
+
+
+def test_any_integers_and_leading_dimensions(emulate):
+    emulate()
+    geometry = swiglu(128, 32, 4, 32, F16)
+    arrays, fused = random_experts(geometry, 6), FusedExperts(geometry)
+    x, chosen = random_call(geometry, 6, 4, 2)
+    y = fused(arrays, x, chosen)
+    shaped = fused(arrays, x.reshape(2, 2, -1), chosen.reshape(2, 2, 2).astype(mx.int32))
+    assert same_bits(shaped, y.reshape(2, 2, 2, -1))
+
+
+# ---- activations and biases ----------------------------------------------------------------------
+
+GATED = [
+    SwiGLU(),
+    muse_spark.PreciseSwiGLU(),
+    activations.SwigluOAI(alpha=1.5, limit=0.75),
+    step3p5.ClampedSwiGLU(0.5),
+    deepseek_v41.DeepseekV41SwiGLU(0.5),
+    gemma4_text.GeGLU(),
+    kimi_k3.SiTU(0.75, 1.25),
+]
+
+
+@pytest.mark.parametrize("activation", GATED, ids=lambda a: type(a).__name__)
+def test_gated_activations(activation, emulate):
+    emulate()
+    geometry = replace(swiglu(128, 64, 4, 32, F32), activation=activation_text(activation, True))
+    assert_exact(geometry, 3, 2, activation)
+
+
+def test_relu2_without_a_gate(emulate):
+    emulate()
+    geometry = replace(
+        swiglu(128, 64, 4, 32, F32), gated=False, activation=activation_text(nn.ReLU2(), False)
+    )
+    assert_exact(geometry, 3, 2, nn.ReLU2())
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_expert_biases(gated, emulate):
+    emulate()
+    activation = activations.SwigluOAI() if gated else nn.ReLU2()
+    geometry = replace(
+        swiglu(128, 64, 4, 32, F32),
+        gated=gated,
+        activation=activation_text(activation, gated),
+        up_bias=True,
+        down_bias=True,
+    )
+    assert_exact(geometry, 3, 2, activation)
+
+
+def test_all_activations_are_tried():
+    tried = {f"{type(a).__module__}.{type(a).__qualname__}" for a in (*GATED, nn.ReLU2())}
+    assert tried == set(ACTIVATIONS)
+
+
+def test_activations_that_are_not_known():
+    class SwiGLU(nn.Module):  # the name is not enough
+        pass
+
+    assert activation_text(SwiGLU(), True) is None
+    assert activation_text(nn.GELU(), False) is None
+    assert activation_text(nn.ReLU2(), True) is None
+    assert activation_text(kimi_k3.SiTU(1.0, None), True) is None
+    for limit in (0, -1.0, math.inf, math.nan, "7", mx.array(7.0)):
+        assert activation_text(deepseek_v41.DeepseekV41SwiGLU(limit), True) is None
+    assert "7.0f" in activation_text(deepseek_v41.DeepseekV41SwiGLU(7), True)
+
+
+# ---- the self-test sees what is broken -----------------------------------------------------------
+
+SICK = swiglu(256, 64, 2, 32, BF16)  # two groups in a chunk
+FAULTS = {
+    "nothing": ("", ""),
+    "no barrier": ("  SM_BARRIER();", ""),
+    "scales of a neighbour": ("uint32_t(PARTS) + uint32_t(p) :", "uint32_t(PARTS) :"),
+    "a sum that forgets lanes": ("step = COUNT / 2", "step = COUNT / 4"),
+    "no offsets": ("float(bu[g]) * sum", "0.0f"),
+    "the gate twice": ("dg[r] = 0.0f;\n        }", "dg[r] = 1.0f;\n        }"),
+    "up for gate": ("return sm_silu(g) * u", "return sm_silu(u) * g"),
+    "a missing slot is read": (
+        "const bool there = expert < uint32_t(wu_shape[0])",
+        "const bool there = expert != 0xffffffffu",
+    ),
+    "a missing slot counts": ("sm_activation(u, g) : 0.0f", "sm_activation(u, g) : 1.0f"),
+    "NaN is lost": ("there ? sm_act", "there && u == u ? sm_act"),
+    "one row is wrong": ("sm_activation(u, g) :", "sm_activation(u, row == 7u ? -g : g) :"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_seen(fault, emulate):
+    old, new = FAULTS[fault]
+    changed = []
+
+    def change(text: str) -> str:
+        assert old in text or "sm_silu" in old or "return u;" in text, "the kernel has changed"
+        changed.append(old in text)
+        return text.replace(old, new)
+
+    emulate(change=change)
+    fused, arrays = FusedExperts(SICK), random_experts(SICK, selftest.SLOTS)
+    stock = lambda arrays, x, slots: reference(SICK, SwiGLU(), arrays, x, slots).astype(BF16)  # noqa: E731
+    mine, theirs = selftest.measure_errors(SICK, SwiGLU(), arrays, [fused, stock])
+    found = find_fault(fused, arrays, mine, theirs)
+    assert any(changed)
+    assert bool(found) == (fault != "nothing"), found
+
+
+def run_text(source: str, emulate, dtype=F32, **options) -> np.ndarray:
+    text = kernel_text("metal", "u")
+    source = text["source"].partition("// out[")[0] + source
+    machine = emulate(**options)
+    kernel = machine.metal_kernel(
+        name="t", input_names=["x"], output_names=["o"], source=source, header=text["header"],
+    )  # fmt: skip
+    (o,) = kernel(
+        [mx.arange(128).astype(dtype)], output_shapes=[(128,)], output_dtypes=[dtype],
+        grid=(128, 1, 1), threadgroup=(64, 1, 1), template=[("T", dtype)],
+    )  # fmt: skip
+    return np.array(o.astype(F32))
+
+
+AT = "const uint at = sm_block * 64 + sm_thread;\n"
+SWAP = "SM_SHARED(float, t, 64);\nt[sm_thread] = x[at];\nBARRIER\no[at] = t[63 - sm_thread];"
+
+
+def test_the_emulator_sees_faults(emulate):
+    """Else a kernel that passes would say little."""
+    group = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+    good = AT + SWAP.replace("BARRIER", group)
+    expected = np.concatenate([np.arange(64)[::-1], np.arange(64, 128)[::-1]])
+    for seed in (0, 1, 2):
+        assert np.array_equal(run_text(good, emulate, seed=seed), expected)
+        for none in ("", "simdgroup_barrier(mem_flags::mem_threadgroup);"):
+            wrong = run_text(AT + SWAP.replace("BARRIER", none), emulate, seed=seed)
+            assert not np.array_equal(wrong, expected)
+    divergent = "float v;\nif (sm_lane < 8) v = simd_sum(x[0]);\nelse v = simd_sum(x[1]);\n"
+    large = "SM_SHARED(float, t, 10240);\nt[sm_thread] = 1;\no[at] = t[sm_thread];"
+    for text, fault in (
+        (SWAP.replace("BARRIER", f"if (sm_thread < 40) {group}"), "already returned"),
+        ("if (sm_lane > 20) return;\no[at] = simd_sum(x[at]);", "already returned"),
+        (divergent + "o[at] = v;", "divergent"),
+        (large, "over the limit"),
+    ):
+        with pytest.raises(KernelFault, match=fault):
+            run_text(AT + text, emulate)
+    assert np.isnan(run_text(AT + "SM_SHARED(float, t, 64);\no[at] = t[sm_thread];", emulate)).all()
+    with pytest.raises(RuntimeError, match=r"bfloat|no viable"):
+        run_text(AT + "o[at] = x[at] * 2.0f;", emulate, dtype=BF16)
+
+
+# ---- names and text ------------------------------------------------------------------------------
+
+
+def test_names_tell_texts_apart(monkeypatch):
+    texts = [kernel_text(b, a) for b in ("metal", "cuda") for a in (SWIGLU, "u", "u * 2.0f")]
+    assert len({t["name"] for t in texts}) == 6
+    assert texts[0] == kernel_text("metal", SWIGLU)
+
+
+@pytest.mark.parametrize("backend", ["metal", "cuda"])
+def test_text_is_what_metal_takes(backend):
+    for text in kernel_text(backend, SWIGLU).values():
+        assert text.isascii()
+        for line in text.splitlines():
+            code = line.partition("//")[0]
+            assert "double" not in code
+            assert not any(t.count(".") and not t.endswith("f") for t in numbers_of(code)), line
+
+
+def numbers_of(code: str) -> list[str]:
+    words = code.replace("(", " ").replace(")", " ").replace(",", " ").replace(";", " ").split()
+    return [w for w in words if w[0].isdigit()]
+
+
+# ---- what is eligible, what is dispatched --------------------------------------------------------
+
+
+def specs(dtype="BF16", bias=(), bits=4, group=64, hidden=128, ffn=64) -> list[TensorSpec]:
+    out = []
+    for name, (rows, inputs) in {
+        "gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn),
+    }.items():  # fmt: skip
+        groups = (rows, inputs // group)
+        out.append(TensorSpec(name, "weight", "U32", (rows, inputs * bits // 32), 1))
+        out += [TensorSpec(name, kind, dtype, groups, 1) for kind in ("scales", "biases")]
+        if name in bias:
+            out.append(TensorSpec(name, "bias", dtype, (rows,), 1))
+    return out
+
+
+def projections(**changes) -> dict[str, Projection]:
+    usual = {"group_size": 64, "bits": 4, "mode": "affine"}
+    names = ("gate_proj", "up_proj", "down_proj")
+    return {
+        n: Projection(n, **{**usual, **changes.get(n, changes.get("every", {}))}) for n in names
+    }
+
+
+def test_eligible():
+    found = eligible(specs(), projections(), SwiGLU())
+    assert found == swiglu(128, 64, 4, 64, BF16)
+    biased = eligible(specs(bias=("gate_proj", "up_proj")), projections(), SwiGLU())
+    assert biased == replace(found, up_bias=True)
+    wide = eligible(specs(hidden=7168), projections(), SwiGLU())
+    assert wide == swiglu(7168, 64, 4, 64, BF16)
+
+
+@pytest.mark.parametrize(
+    ("why", "tensors", "parts", "activation"),
+    [
+        ("mxfp4", specs(), projections(every={"mode": "mxfp4", "group_size": 32}), SwiGLU()),
+        ("not quantised", specs(), projections(up_proj={"mode": None}), SwiGLU()),
+        ("3 bits", specs(), projections(down_proj={"bits": 3}), SwiGLU()),
+        ("groups of 16", specs(), projections(every={"group_size": 16}), SwiGLU()),
+        ("different ways", specs(), projections(gate_proj={"bits": 2}), SwiGLU()),
+        ("different ways", specs(bias=("gate_proj",)), projections(), SwiGLU()),
+        ("not whole groups", specs(ffn=96), projections(), SwiGLU()),
+        ("too long", specs(hidden=8192), projections(), SwiGLU()),
+        ("not known", specs(), projections(), nn.GELU()),
+        ("no scales", [t for t in specs() if t.kind != "biases"], projections(), SwiGLU()),
+        ("not all", [*specs()[:-1], specs("F32")[-1]], projections(), SwiGLU()),
+    ],
+)
+def test_not_eligible(why, tensors, parts, activation):
+    reason = eligible(tensors, parts, activation)
+    assert isinstance(reason, str)
+    assert why in reason
+
+
+def test_two_bits_need_whole_chunks():
+    two = {"bits": 2, "group_size": 32}
+    assert "16-byte" in eligible(specs(bits=2, group=32, ffn=96), projections(every=two), SwiGLU())
+    assert not isinstance(
+        eligible(specs(bits=2, group=32, ffn=192), projections(every=two), SwiGLU()), str
+    )
+
+
+def test_calls_that_do_not_fit(emulate):
+    emulate()
+    fused = FusedExperts(swiglu(128, 64, 4, 64, BF16), max_tokens=4)
+    x, slots = mx.zeros((4, 128), BF16), mx.zeros((4, 16), mx.uint32)
+    assert fused.fits(x, slots)
+    assert not fused.fits(mx.zeros((5, 128), BF16), mx.zeros((5, 2), mx.uint32))
+    assert not fused.fits(x, mx.zeros((4, 17), mx.uint32))
+    assert not fused.fits(x.astype(F32), slots)
+    assert not fused.fits(x[:1], slots)
+
+
+def test_no_gpu_no_kernels():
+    assert experts.backend() is None
+    fused = FusedExperts(swiglu(128, 64, 4, 64, BF16))
+    assert not fused.fits(mx.zeros((1, 128), BF16), mx.zeros((1, 2), mx.uint32))
+
+
+# ---- who chooses ---------------------------------------------------------------------------------
+
+
+def stock_way(geometry):
+    return lambda arrays, x, slots: reference(geometry, SwiGLU(), arrays, x, slots).astype(
+        geometry.dtype
+    )
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """Timing says what the test wants: fast.times = {tokens: speedup}."""
+
+    class Times:
+        times = dict.fromkeys(selftest.TIMED_TOKENS, 2.0)
+
+    def time_ways(geometry, arrays, ways, tokens):
+        return [1.0, Times.times[tokens]]
+
+    monkeypatch.setattr(selftest, "time_ways", time_ways)
+    return Times
+
+
+SMALL = swiglu(64, 64, 4, 64, BF16)
+
+
+def chosen(kernels, geometry=SMALL):
+    chooser = KernelChooser(kernels)
+    return chooser, chooser.choose(geometry, stock_way(SMALL), SwiGLU())
+
+
+def test_auto_takes_what_is_faster(emulate, fast, cache_folder):
+    emulate()
+    chooser, fused = chosen("auto")
+    assert fused.max_tokens == 16
+    assert str(chooser).startswith("fused in 1 of 1 layers; 64 x 64 q4g64 bfloat16: right; error")
+    for file in cache_folder.iterdir():
+        file.unlink()
+    fast.times = {1: 1.5, 4: 0.9, 16: 3.0}
+    assert chosen("auto")[1].max_tokens == 1
+    assert chosen("fused")[1].max_tokens == 16  # speed is not asked for
+    for file in cache_folder.iterdir():
+        file.unlink()
+    fast.times = {1: 0.9, 4: 2.0, 16: 3.0}
+    assert chosen("auto")[1] is None
+
+
+def test_stock_does_not_even_look(emulate, monkeypatch):
+    emulate()
+    monkeypatch.setattr(choose, "self_test", None)
+    chooser, fused = chosen("stock")
+    assert fused is None
+    assert str(chooser) == "mlx-lm's operations"
+
+
+def test_on_a_cpu():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chooser, fused = chosen("auto")
+    assert fused is None
+    assert "no GPU" in str(chooser)
+    chooser = KernelChooser("fused")
+    with pytest.warns(UserWarning, match="no GPU"):
+        assert chooser.choose(SMALL, stock_way(SMALL), SwiGLU()) is None
+    with warnings.catch_warnings():  # once is enough
+        warnings.simplefilter("error")
+        assert chooser.choose(SMALL, stock_way(SMALL), SwiGLU()) is None
+
+
+def test_wrong_kernels_are_not_used(emulate, fast):
+    emulate(change=lambda text: text.replace("float(bu[g]) * sum", "0.0f"))
+    for kernels in ("auto", "fused"):
+        with pytest.warns(UserWarning, match="an error of") as seen:
+            assert chosen(kernels)[1] is None
+        assert len(seen) == 1
+
+
+@pytest.mark.parametrize("remembered", [False, True])
+def test_kernels_that_do_not_compile(remembered, emulate, fast):
+    if remembered:
+        emulate()
+        assert chosen("auto")[1] is not None
+    emulate(change=lambda text: text.replace("SM_BARRIER();", "no_such_function();"))
+    with pytest.warns(UserWarning, match="no_such_function") as seen:
+        assert chosen("auto")[1] is None
+    assert len(seen) == 1
+
+
+def test_verdicts_are_remembered(emulate, fast, monkeypatch):
+    emulate()
+    first, _ = chosen("auto")
+    monkeypatch.setattr(choose, "self_test", None)  # not called again
+    second, fused = chosen("auto")
+    assert str(second) == str(first)
+    assert fused.max_tokens == 16
+    monkeypatch.undo()
+
+
+def test_another_machine_is_another_verdict(emulate, monkeypatch):
+    emulate()
+    keys = {choose._key(SMALL), choose._key(replace(SMALL, ffn=128))}
+    monkeypatch.setattr(choose.platform, "platform", lambda: "another")
+    keys.add(choose._key(SMALL))
+    monkeypatch.setattr(mx, "__version__", "9.9", raising=False)
+    keys.add(choose._key(SMALL))
+    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "another"})
+    keys.add(choose._key(SMALL))
+    emulate("cuda")
+    keys.add(choose._key(SMALL))
+    assert len(keys) == 6
+
+
+def good_file(key: str) -> dict:
+    entry = {
+        "fault": "",
+        "error": 1e-3,
+        "stock_error": 2e-3,
+        "speedup": {"1": 2.0, "4": 2.0, "16": 2.0},
+    }
+    return {"format": choose.FORMAT, "version": 1, "verdicts": {key: entry}}
+
+
+def hostile_files() -> dict[str, bytes]:
+    def text(change) -> bytes:
+        document = good_file("k")
+        change(document, document["verdicts"]["k"])
+        return json.dumps(document).encode()
+
+    return {
+        "empty": b"",
+        "binary": bytes(range(256)),
+        "not json": b"{",
+        "deep": b"[" * 100_000,
+        "a list": b"[]",
+        "null": b"null",
+        "large": json.dumps({**good_file("k"), "x": "y" * choose.MOST_BYTES}).encode(),
+        "another format": text(lambda d, e: d.update(format="x")),
+        "another version": text(lambda d, e: d.update(version=2)),
+        "no verdicts": text(lambda d, e: d.pop("verdicts")),
+        "verdicts are a list": text(lambda d, e: d.update(verdicts=[])),
+        "no speedup": text(lambda d, e: e.pop("speedup")),
+        "speedup of few": text(lambda d, e: e.update(speedup={"1": 2.0})),
+        "speedup is no number": text(lambda d, e: e["speedup"].update({"1": "2"})),
+        "speedup is true": text(lambda d, e: e["speedup"].update({"1": True})),
+        "speedup is negative": text(lambda d, e: e["speedup"].update({"4": -1.0})),
+        "speedup is infinite": text(lambda d, e: e["speedup"].update({"4": math.inf})),
+        "tokens are words": text(lambda d, e: e["speedup"].update({"many": 2.0})),
+        "error is NaN": text(lambda d, e: e.update(error=math.nan)),
+        "error is text": text(lambda d, e: e.update(error="0.1")),
+        "fault is no text": text(lambda d, e: e.update(fault=0)),
+    }
+
+
+@pytest.mark.parametrize("name", hostile_files())
+def test_damaged_verdicts_are_ignored_and_replaced(name, cache_folder):
+    cache_folder.mkdir(parents=True)
+    (cache_folder / "kernels.json").write_bytes(hostile_files()[name])
+    assert choose._load() == {}
+    choose._save("k", Verdict("", 1e-3, 2e-3, {1: 2.0, 4: 2.0, 16: 2.0}))
+    assert set(choose._load()) == {"k"}
+
+
+def test_a_good_file_is_believed(cache_folder):
+    cache_folder.mkdir(parents=True)
+    (cache_folder / "kernels.json").write_text(json.dumps(good_file("k")))
+    assert choose._load()["k"].max_tokens == 16
+
+
+def test_verdicts_in_odd_places(cache_folder, monkeypatch):
+    verdict = Verdict("", 1e-3, 2e-3, {1: 2.0, 4: 2.0, 16: 2.0})
+    cache_folder.mkdir(parents=True)
+    os.mkfifo(cache_folder / "kernels.json")  # opening it would wait for ever
+    assert choose._load() == {}
+    (cache_folder / "kernels.json").unlink()
+    (cache_folder / "kernels.json").mkdir()
+    assert choose._load() == {}
+    choose._save("k", verdict)  # cannot; says nothing
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    choose._save("k", verdict)
+    assert choose._load() == {}
+
+
+def test_faults_with_nan_are_remembered(cache_folder):
+    verdict = Verdict("an error of nan", math.nan, 2e-3, {})
+    choose._save("k", verdict)
+    assert choose._load()["k"].fault == "an error of nan"
+    for i in range(choose.MOST_VERDICTS + 5):
+        if i in (0, choose.MOST_VERDICTS + 4):
+            choose._save(str(i), verdict)
+    assert list(cache_folder.iterdir()) == [cache_folder / "kernels.json"]
+
+
+# ---- a whole model -------------------------------------------------------------------------------
+
+
+def logits_of(kernels: str, slots: float, tokens: list[int]) -> tuple[mx.array, object]:
+    config = smoe_mlx.StreamingConfig(slots=slots, kernels=kernels, debug=True)
+    model, _ = smoe_mlx.load("demo", config=config)
+    return model(mx.array([tokens])), model
+
+
+@pytest.mark.parametrize("slots", [1.0, 0.25])
+def test_a_streamed_model(slots, emulate, fast):
+    tokens = random_tokens(7)
+    expected, _ = logits_of("stock", slots, tokens)
+    machine = emulate()
+    got, model = logits_of("fused", slots, tokens)
+    assert len(machine.names) > 2 * 8
+    assert "fused in 8 of 8 layers" in smoe_mlx.stats(model).kernels
+    off = float(mx.abs(got - expected).max()) / float(mx.abs(expected).max())
+    assert 0 < off < 0.05
+    stock, model = logits_of("stock", slots, tokens)
+    assert same_bits(stock, expected)
+    assert all(not hasattr(m, "fused") or m.fused is None for _, m in model.named_modules())
+    long, _ = logits_of("fused", slots, tokens * 3)  # more tokens than the kernels take
+    assert same_bits(long, logits_of("stock", slots, tokens * 3)[0])
+
+
+def test_the_command(emulate, fast, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "usual_geometries", lambda: {"small": (SMALL, SwiGLU())})
+    assert cli.main(["selftest"]) == 1
+    assert "no GPU" in capsys.readouterr().err
+    emulate()
+    monkeypatch.setattr(cli, "backend", lambda: "metal")
+    assert cli.main(["selftest"]) == 0
+    said = capsys.readouterr().out
+    assert "small (64 x 64 q4g64 bfloat16): right; error 0.0015 (mlx-lm's " in said
+    assert "2.00x at 16 tokens" in said
+    for broken, fault in (("0.0f", "an error of"), ("nothing_like_it", "FAILED")):
+        emulate(change=lambda text, b=broken: text.replace("float(bu[g]) * sum", b))
+        assert cli.main(["selftest"]) == 1
+        said = capsys.readouterr()
+        assert fault in said.out
+        assert "not right here for small" in said.err
+
+
+def test_options_are_checked():
+    with pytest.raises(ValueError, match="kernels='quick': one of auto, stock, fused"):
+        smoe_mlx.StreamingConfig(kernels="quick")
