@@ -1,6 +1,5 @@
 """load(): the one door. From a name to an ordinary mlx-lm model whose experts stay on disk."""
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from .cache.experts import SharedExpertCache
 from .cache.policy import POLICIES
 from .cache.usage import Usage
 from .config import StreamingConfig
-from .errors import CheckpointError, UnsupportedModelError, VaultError
+from .errors import CheckpointError, SmoeError, UnsupportedModelError, VaultError
 from .forward.decode import Decoding
 from .hot import find_usage_file, prewarm_soon
 from .hub import find_model
@@ -23,6 +22,7 @@ from .layers.lookahead import look_up, make_predictor
 from .layers.mixed import MixedSwitch
 from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
 from .layers.zero_experts import tell_true_routing
+from .model_config import read_config
 from .plan import MemoryPlan, available_memory, make_plan
 from .skeleton import (
     Skeleton,
@@ -154,18 +154,10 @@ def _streaming_config(
 
 def _open(folder: Path) -> tuple[Checkpoint, Vault | None]:
     """The weights of a folder, and the vault beside them if its config names one."""
-    config = folder / "config.json"
-    try:
-        document = json.loads(config.read_text())
-        if not isinstance(document, dict):
-            raise ValueError("not an object")
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: no config.json in this folder.") from None
-    except ValueError as e:
-        raise CheckpointError(f"{config}: not valid JSON ({e}).") from None
+    config = read_config(folder)
     checkpoint = Checkpoint(folder)
     try:
-        return checkpoint, _open_vault(folder, document.get("smoe_mlx"))
+        return checkpoint, _open_vault(folder, config.get("smoe_mlx"))
     except BaseException:
         checkpoint.close()
         raise
@@ -191,9 +183,14 @@ def _open_vault(folder: Path, entry: Any) -> Vault | None:
 
 
 def _plan(skeleton: Skeleton, config: StreamingConfig) -> MemoryPlan:
-    shape = measure_shape(skeleton, config.context)
     available = available_memory() if config.memory is None and config.slots is None else 0
-    return make_plan(skeleton.layouts, shape, config, max_buffer_nbytes(), available)
+    try:
+        shape = measure_shape(skeleton, config.context)
+        return make_plan(skeleton.layouts, shape, config, max_buffer_nbytes(), available)
+    except SmoeError:
+        raise
+    except (TypeError, ValueError) as e:
+        raise CheckpointError(f"config.json: a number is none, or impossible ({e}).") from e
 
 
 def max_buffer_nbytes() -> int:

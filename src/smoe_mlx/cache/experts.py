@@ -91,15 +91,18 @@ class _Bank:
         self.tables[layer][expert] = slot
 
     def forget(self) -> None:
-        """Empty, with no memory: it is allocated when it is first needed."""
-        self.memory: SlotBank | None = None
-        self.resident: dict[int, Arrays] = {}  # layer -> its own rows
+        """Empty, with no memory: it is allocated when it is first needed.
+
+        Tables first: an interrupt must not leave slots of memory that is not there.
+        """
         self.lookups.clear()
         for layer, table in self.tables.items():
             for e, slot in enumerate(table):
                 if slot >= 0:
                     self.policy.discard((layer, e))
             table[:] = [-1] * len(table)
+        self.memory: SlotBank | None = None
+        self.resident: dict[int, Arrays] = {}  # layer -> its own rows
         self.free = list(range(self.slots))[::-1]
 
     def owners(self) -> dict[int, Key]:
@@ -112,13 +115,19 @@ class _Bank:
         }
 
     def repair(self, coming: Collection[int] = ()) -> None:
-        """Make `free` and `policy` follow again after an interruption; `coming` slots are read."""
+        """Make `free`, `policy` and pins follow again after an interruption; `coming` slots are
+        read."""
         owners = self.owners()
+        self.pinned &= set(owners.values())
         taken = {*owners, *coming, *(bet.slot for bet in self.bets.values())}
         self.free = [slot for slot in range(self.slots)[::-1] if slot not in taken]
-        for key in owners.values():
-            if key not in self.pinned and key not in self.policy:
-                self.policy.touch(key)
+        for layer, table in self.tables.items():
+            for e, slot in enumerate(table):
+                key = (layer, e)
+                if slot < 0 or key in self.pinned:
+                    self.policy.discard(key)
+                elif key not in self.policy:
+                    self.policy.touch(key)
 
 
 @dataclass
@@ -429,14 +438,15 @@ class SharedExpertCache:
             for e in loading.slots:
                 loading.bank.place(loading.layer, e, -1)
                 loading.bank.policy.discard((loading.layer, e))
-        self._loading = None
-        self._repair()
+        self._repair(None)
+        self._loading = None  # last: an interrupt on the way leaves it to the next `_start`
 
-    def _repair(self) -> None:
-        loading = self._loading
+    def _repair(self, loading: _Loading | None) -> None:
+        """Make all that follows from the tables follow again; `loading` goes on."""
         for bank in self._banks:
             coming = loading is not None and loading.bank is bank
             bank.repair(loading.slots.values() if loading is not None and coming else ())
+        self._hot = {key for key in self._hot if key in self._bank_of[key[0]].pinned}
 
     def _take_slot(self, bank: _Bank, keep: Set[Key], demand: bool) -> int:
         """A slot to read into: a free one, one of a bet that was not needed, or an evicted one.
@@ -462,9 +472,10 @@ class SharedExpertCache:
     def _evict(self, bank: _Bank, keep: Set[Key]) -> None:
         key = bank.policy.victim(keep)
         layer, expert = key
-        bank.free.append(bank.tables[layer][expert])
+        slot = bank.tables[layer][expert]
+        bank.policy.discard(key)  # first: what is not there must never be a victim
         bank.place(layer, expert, -1)
-        bank.policy.discard(key)
+        bank.free.append(slot)
         self.stats.evictions += 1
 
     def _requests(self, bank: _Bank, layer: int, slots: dict[int, int]) -> list[ReadRequest]:
@@ -622,7 +633,7 @@ class SharedExpertCache:
         except LookupError:  # too few slots for bets
             pass
         except BaseException:
-            self._repair()  # the claim goes on
+            self._repair(self._loading)  # the claim goes on
             raise
 
     def _land(self, bank: _Bank, layer: int, needed: Sequence[int]) -> None:
@@ -690,7 +701,7 @@ class SharedExpertCache:
         except BaseException:
             bank.place(layer, expert, -1)
             bank.policy.discard((layer, expert))
-            self._repair()
+            self._repair(self._loading)
             raise
         if self._debug:
             self.check()
@@ -723,21 +734,41 @@ class SharedExpertCache:
             # Built by another thread and never evaluated there, so that MLX cannot evaluate it
             # here, or it cannot be evaluated at all. It may yet be tried, and then its slots must
             # have their bytes: leave them to it, and start with new memory.
-            self._pending = []
-            self.stats.abandoned += 1
-            for bank in self._banks:
-                if not bank.holds_all:
-                    self._abandon(bank)
+            try:
+                self._abandon()
+            except BaseException:
+                self._recover()
+                raise
 
-    def _abandon(self, bank: _Bank) -> None:
-        for key in list(bank.bets):
-            self._drop(bank, key)
-        bank.forget()
-        for layer in {layer for layer, _ in bank.pinned}:
-            experts = [e for i, e in bank.pinned if i == layer]
-            self._finish(self._start(bank, layer, experts))
-            for e in experts:
-                bank.policy.discard((layer, e))
+    def _abandon(self) -> None:
+        banks = [bank for bank in self._banks if not bank.holds_all]
+        interrupt = None
+        while True:
+            try:
+                for bank in banks:
+                    for key in list(bank.bets):
+                        self._drop(bank, key)
+                    bank.forget()
+                self._pending = []
+                break
+            except KeyboardInterrupt as e:  # not half of it
+                interrupt = e
+        self.stats.abandoned += 1
+        if interrupt is not None:
+            raise interrupt
+        for bank in banks:
+            self._reload_pins(bank)
+
+    def _reload_pins(self, bank: _Bank) -> None:
+        """What cannot be read is pinned no more: a claim that needs it will say why."""
+        try:
+            for layer in {layer for layer, _ in bank.pinned}:
+                experts = [e for i, e in bank.pinned if i == layer]
+                self._finish(self._start(bank, layer, experts))
+                for e in experts:
+                    bank.policy.discard((layer, e))
+        except SmoeError:
+            self._recover()
 
     # ---- whole layers, one after the other -----------------------------------------------------
 
@@ -785,19 +816,27 @@ class SharedExpertCache:
                     f"pinning {len(bank.pinned | keys)} experts leaves none of {bank.slots} slots "
                     f"for the rest. Pin fewer, or give the cache more memory."
                 )
-            for e in dict.fromkeys(experts):
-                self.claim(layer, [e])  # one by one: what comes before is pinned already
-                bank.pinned.add((layer, e))
-                bank.policy.discard((layer, e))
+            try:
+                for e in dict.fromkeys(experts):
+                    self.claim(layer, [e])  # one by one: what comes before is pinned already
+                    bank.pinned.add((layer, e))
+                    bank.policy.discard((layer, e))
+            except BaseException:
+                self._repair(self._loading)
+                raise
 
     def unpin(self, layer: int, experts: Sequence[int]) -> None:
         """Let experts be evicted again."""
         with self.lock:
             bank = self._bank_of[layer]
-            for e in experts:
-                if (layer, e) in bank.pinned:
-                    bank.pinned.discard((layer, e))
-                    bank.policy.touch((layer, e))
+            try:
+                for e in experts:
+                    if (layer, e) in bank.pinned:
+                        bank.pinned.discard((layer, e))
+                        bank.policy.touch((layer, e))
+            except BaseException:
+                self._repair(self._loading)
+                raise
 
     def pin_only(self, keys: Collection[Key]) -> None:
         """Pin these in place of those of the call before.
@@ -826,6 +865,10 @@ class SharedExpertCache:
             assert len(set(bank.free)) == len(bank.free), "a slot is free twice"
             assert not set(bank.free) & set(used), "a free slot is in use"
             assert len(bank.free) + len(used) == bank.slots, "slots were lost"
+            for layer, table in bank.tables.items():
+                for e, slot in enumerate(table):
+                    absent = slot < 0 and (layer, e) in bank.policy
+                    assert not absent, f"{(layer, e)} could be evicted, but is not in memory"
             for key in bank.owners().values():
                 assert (key in bank.pinned) != (key in bank.policy), f"{key} is lost to eviction"
             assert bank.pinned <= set(bank.owners().values()), "a pinned expert is not in memory"
