@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import errno
 import gc
+import itertools
 import os
 import random
 import sys
@@ -30,7 +31,6 @@ from pathlib import Path
 import mlx.core as mx
 import mlx_lm
 from mlx_lm.generate import generate_step as mlx_generate_step
-from mlx_lm.sample_utils import make_sampler
 
 import smoe_mlx
 from smoe_mlx.generate import speculative_generate_step
@@ -143,6 +143,16 @@ class Report:
         )
 
 
+def make_sampler(temperature: float, seed: int):
+    """The same tokens on every thread: each has a random state of its own."""
+    seeds = itertools.count(seed)
+    if not temperature:
+        return lambda logprobs: mx.argmax(logprobs, axis=-1)
+    return lambda logprobs: mx.random.categorical(
+        logprobs / temperature, key=mx.random.key(next(seeds))
+    )
+
+
 class Soak:
     """Rounds of requests, and the model with everything in memory to compare with."""
 
@@ -158,12 +168,12 @@ class Soak:
         # The same for all: MLX keeps a thread of its own for each that has evaluated something.
         self.other_thread, self.idle_thread = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         for thread in (self.other_thread, self.idle_thread):
-            thread.submit(self._expected, [1, 2], 1, 0.5, {}).result()
-        self._expected([1, 2], 1, 0.5, {})
+            thread.submit(self._expected, [1, 2], 1, 0.5, 0, {}).result()
+        self._expected([1, 2], 1, 0.5, 0, {})
 
-    def _expected(self, prompt, most, temperature, options) -> list[int]:
+    def _expected(self, prompt, most, temperature, seed, options) -> list[int]:
         """mlx-lm's tokens."""
-        sampler = make_sampler(temp=temperature)
+        sampler = make_sampler(temperature, seed)
         prompt = mx.array(prompt)
         steps = mlx_generate_step(
             prompt, self.reference, max_tokens=most, sampler=sampler, **options
@@ -223,8 +233,7 @@ class Soak:
 
         def run() -> None:
             nonlocal ended
-            mx.random.seed(seed)
-            sampler = make_sampler(temp=temperature)
+            sampler = make_sampler(temperature, seed)
             steps = speculative_generate_step(
                 prompt, model, max_tokens=most, sampler=sampler, **options, **extra
             )
@@ -256,8 +265,7 @@ class Soak:
             sys.exit("a read failed that nobody let fail")
         self.report.tokens += len(got)
         if got and dice.random() < 0.5:
-            mx.random.seed(seed)
-            expected = self._expected(prompt, len(got), temperature, options)
+            expected = self._expected(prompt, len(got), temperature, seed, options)
             if got != expected:
                 sys.exit(f"not mlx-lm's tokens\n{got}\n{expected}\n{config}\n{options}{extra}")
             self.report.compared += len(got)
@@ -293,7 +301,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10, help="in a round")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    print(soak(args.minutes, args.rounds, args.requests, args.seed))
+    print(soak(args.minutes, args.rounds, args.requests, args.seed), flush=True)
+    os._exit(0)  # MLX aborts at exit where a thread that had generated has ended
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ import gc
 import itertools
 import os
 import shutil
+import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -225,6 +227,50 @@ def test_a_thread_may_take_over_from_one_that_ended_though_layers_were_complete(
     assert cache._unread
     for tokens in (TOKENS[:1], TOKENS):
         assert same_bits(forward(model, tokens), forward(resident(folder), tokens))
+
+
+def interrupt_at(n, action):
+    """Run `action` with KeyboardInterrupt at the n-th line of this library; whether it came."""
+    source = str(Path(smoe_mlx.__file__).parent)
+    lines = 0
+
+    def trace(frame, event, arg):
+        nonlocal lines
+        if not frame.f_code.co_filename.startswith(source):
+            return None
+        if event == "line":
+            lines += 1
+            if lines == n:
+                raise KeyboardInterrupt  # ends the tracing as well
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("mode", ["exact", "lag1", "token"])
+def test_ctrl_c_anywhere_in_a_generation_beside_another_model(mode, folder, expected, slow_disk):
+    """The next one is right, and so is that of a second model in the same process."""
+    config = smoe_mlx.StreamingConfig(slots=0.4, threads=2, decode=mode)
+    model, other = (load_model(folder, config=config)[0] for _ in range(2))
+    came, n = True, 7
+    while came:
+        came = interrupt_at(n, lambda: answer(model))
+        steps = generate_step(mx.array(TOKENS[:9]), other, max_tokens=8)
+        got = [next(steps)[0]]
+        assert answer(model) == expected, n
+        assert got + [t for t, _ in steps] == expected
+        for m in (model, other):
+            m._streaming.cache.check()
+        n = 1 + n * 5 // 4  # the set-up of a model is long, and comes first
+    assert n > 1000
 
 
 # ---- every fault in every phase ------------------------------------------------------------------

@@ -319,7 +319,7 @@ def test_slots_that_are_given_up_meanwhile_are_noticed(tiny):
 
     def progress(done, total):
         for bank in experts._banks:
-            experts._abandon(bank)
+            experts._abandon([bank])
 
     with pytest.raises(RuntimeError, match="taken away"):
         layer_major(model, prompt, cache, 16, progress)

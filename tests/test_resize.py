@@ -189,15 +189,16 @@ def test_pins_stay_and_what_leaves_them_no_slot_is_refused(small):
     small.assert_in_slots(cache, 0, [1, 2])
 
 
-def test_a_pin_that_cannot_be_read_again_leaves_a_cache_that_works(small):
+def test_a_pin_that_cannot_be_read_again_is_none_and_whoever_needs_it_is_told_why(small):
     cache = small.cache(6, 4)
     cache.pin(0, [1])
     cache.resize((9, 6))
     small.reader.fail = ExpertReadError(5, "injected")
-    with pytest.raises(ExpertReadError):
-        cache.resize((4, 4))
+    cache.resize((4, 4))
+    assert not cache._banks[0].pinned
+    with pytest.raises(ExpertReadError, match="injected"):
+        claim(cache, 0, [1])
     small.reader.fail = None
-    cache.unpin(0, [1])
     claim(cache, 0, [0, 1, 2])
     small.assert_in_slots(cache, 0, [0, 1, 2])
 

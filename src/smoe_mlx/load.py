@@ -1,7 +1,6 @@
 """load(): the one door. From a name to an ordinary mlx-lm model whose experts stay on disk."""
 
 import contextlib
-import json
 import os
 import subprocess
 import warnings
@@ -18,7 +17,7 @@ from .cache.policy import POLICIES
 from .cache.usage import Usage
 from .config import StreamingConfig
 from .device import available_nbytes, max_buffer_nbytes
-from .errors import BudgetError, CheckpointError, UnsupportedModelError, VaultError
+from .errors import BudgetError, CheckpointError, SmoeError, UnsupportedModelError, VaultError
 from .forward.decode import Decoding
 from .governor import govern
 from .hot import find_usage_file, prewarm_soon
@@ -29,7 +28,8 @@ from .layers.lookahead import look_up, make_predictor
 from .layers.mixed import MixedSwitch
 from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
 from .layers.zero_experts import tell_true_routing
-from .plan import MemoryPlan, format_bytes, make_plan
+from .model_config import read_config
+from .plan import MemoryPlan, ModelShape, format_bytes, make_plan
 from .skeleton import (
     Skeleton,
     Switch,
@@ -104,9 +104,7 @@ def load_model(
     try:
         skeleton = build_skeleton(folder, checkpoint, model_config, trust_remote_code, vault)
         model = skeleton.model
-        shape = measure_shape(skeleton, config)
-        available = _available(config)
-        plan = make_plan(skeleton.layouts, shape, config, max_buffer_nbytes(), available)
+        shape, plan = _shape_and_plan(skeleton, config)
         _limit_memory(plan)
         files = checkpoint.files if vault is None else [vault]
         reader = ExpertReader(files, config.threads, config.io, make_uploader())
@@ -167,18 +165,10 @@ def _streaming_config(
 
 def open_weights(folder: Path) -> tuple[Checkpoint, Vault | None]:
     """The weights of a folder, and the vault beside them if its config names one."""
-    config = folder / "config.json"
-    try:
-        document = json.loads(config.read_text())
-        if not isinstance(document, dict):
-            raise ValueError("not an object")
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: no config.json in this folder.") from None
-    except ValueError as e:
-        raise CheckpointError(f"{config}: not valid JSON ({e}).") from None
+    config = read_config(folder)
     checkpoint = Checkpoint(folder)
     try:
-        return checkpoint, _open_vault(folder, document.get("smoe_mlx"))
+        return checkpoint, _open_vault(folder, config.get("smoe_mlx"))
     except BaseException:
         checkpoint.close()
         raise
@@ -207,9 +197,20 @@ def plan_for(
     skeleton: Skeleton, config: StreamingConfig, available: int | None = None
 ) -> MemoryPlan:
     """The plan for a model, with `available` bytes on the machine (None: what there is now)."""
-    shape = measure_shape(skeleton, config)
+    return _shape_and_plan(skeleton, config, available)[1]
+
+
+def _shape_and_plan(
+    skeleton: Skeleton, config: StreamingConfig, available: int | None = None
+) -> tuple[ModelShape, MemoryPlan]:
     available = _available(config) if available is None else available
-    return make_plan(skeleton.layouts, shape, config, max_buffer_nbytes(), available)
+    try:
+        shape = measure_shape(skeleton, config)
+        return shape, make_plan(skeleton.layouts, shape, config, max_buffer_nbytes(), available)
+    except SmoeError:
+        raise
+    except (TypeError, ValueError) as e:
+        raise CheckpointError(f"config.json: a number is none, or impossible ({e}).") from e
 
 
 def _available(config: StreamingConfig) -> int:

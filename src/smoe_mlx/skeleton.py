@@ -27,13 +27,14 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear, SwitchMLP
-from mlx_lm.utils import _get_classes, load_config, load_model
+from mlx_lm.utils import _get_classes, load_model
 
 from .cache.bank import MX_DTYPES
 from .config import StreamingConfig
-from .errors import CheckpointError, UnsupportedModelError, VaultError
+from .errors import CheckpointError, SmoeError, UnsupportedModelError, VaultError
 from .layers.lookahead import look_up
 from .layers.switch import Projection
+from .model_config import read_config
 from .plan import PREFILL_STEPS, LayerShape, ModelShape
 from .store.layout import ExpertLayout, layout_from_checkpoint
 from .store.safetensors import Checkpoint
@@ -116,6 +117,7 @@ def build_skeleton(
         UnsupportedModelError: dense, routed in a way of its own, or in a layout to be converted.
         CheckpointError: tensors are missing or of wrong shape or dtype.
     """
+    read_config(folder)  # before mlx-lm believes it
     switches: list[Switch] = []
     hook = _model_classes(folder, switches, trust_remote_code, vault, keep_arrays)
     try:
@@ -132,6 +134,13 @@ def build_skeleton(
         raise CheckpointError(f"{folder}: tensor or config entry {e} is missing.") from e
     except ValueError as e:
         raise _explained(e, folder) from e
+    except (SmoeError, OSError, MemoryError):
+        raise
+    except Exception as e:  # whatever mlx-lm's code stumbles over in a config that fits no model
+        raise CheckpointError(
+            f"{folder}/config.json describes no model that mlx-lm can build "
+            f"({type(e).__name__}: {e!s:.200})."
+        ) from e
     model.__class__ = type(model).__bases__[0]  # from here on an ordinary mlx-lm model
     if not switches:
         raise UnsupportedModelError(_why_not_streamed(folder, config))
@@ -182,6 +191,7 @@ def _model_classes(  # type: ignore[no-untyped-def]
                 with _recorded_stacks({id(a): n for n, a in originals.items()}) as names:
                     if hasattr(super(), "sanitize"):
                         weights = super().sanitize(weights)
+                    _check_scales(self, weights, folder)
                     return _take_experts(weights, switches, names, folder, keep_arrays)
 
         return Streamed, args_class
@@ -189,8 +199,22 @@ def _model_classes(  # type: ignore[no-untyped-def]
     return get_model_classes
 
 
+def _check_scales(model: nn.Module, weights: dict[str, mx.array], folder: Path) -> None:
+    """mlx-lm divides by how many inputs have a scale in common, and MLX by what comes out."""
+    for path, m in model.named_modules():
+        scales = weights.get(f"{path}.scales")
+        if scales is not None and hasattr(m, "to_quantized"):
+            inputs, groups = m.weight.shape[-1], scales.shape[-1] if scales.ndim else 0
+            packed = weights.get(f"{path}.weight", scales)
+            if not 0 < groups <= inputs <= 32 * packed.shape[-1]:
+                raise CheckpointError(
+                    f"{folder}: {path} has {inputs} inputs in config.json, which its weights and "
+                    f"their {groups} scales do not fit."
+                )
+
+
 def _model_file(folder: Path) -> str | None:
-    name = load_config(folder).get("model_file")
+    name = read_config(folder).get("model_file")
     if name is not None and (not isinstance(name, str) or Path(name).name != name):
         raise CheckpointError(f"{folder}/config.json: model_file {name!r} is not a plain file name")
     return name

@@ -94,16 +94,19 @@ class _Bank:
         self.tables[layer][expert] = slot
 
     def forget(self) -> None:
-        """Empty, with no memory: it is allocated when it is first needed."""
-        self.holds_all = self.slots >= self.experts
-        self.memory: SlotBank | None = None
-        self.resident: dict[int, Arrays] = {}  # layer -> its own rows
+        """Empty, with no memory: it is allocated when it is first needed.
+
+        Tables first: an interrupt must not leave slots of memory that is not there.
+        """
         self.lookups.clear()
         for layer, table in self.tables.items():
             for e, slot in enumerate(table):
                 if slot >= 0:
                     self.policy.discard((layer, e))
             table[:] = [-1] * len(table)
+        self.memory: SlotBank | None = None
+        self.resident: dict[int, Arrays] = {}  # layer -> its own rows
+        self.holds_all = self.slots >= self.experts
         self.free = list(range(self.slots))[::-1]
 
     def owners(self) -> dict[int, Key]:
@@ -116,13 +119,19 @@ class _Bank:
         }
 
     def repair(self, coming: Collection[int] = ()) -> None:
-        """Make `free` and `policy` follow again after an interruption; `coming` slots are read."""
+        """Make `free`, `policy` and pins follow again after an interruption; `coming` slots are
+        read."""
         owners = self.owners()
+        self.pinned &= set(owners.values())
         taken = {*owners, *coming, *(bet.slot for bet in self.bets.values())}
         self.free = [slot for slot in range(self.slots)[::-1] if slot not in taken]
-        for key in owners.values():
-            if key not in self.pinned and key not in self.policy:
-                self.policy.touch(key)
+        for layer, table in self.tables.items():
+            for e, slot in enumerate(table):
+                key = (layer, e)
+                if slot < 0 or key in self.pinned:
+                    self.policy.discard(key)
+                elif key not in self.policy:
+                    self.policy.touch(key)
 
 
 @dataclass
@@ -436,14 +445,15 @@ class SharedExpertCache:
             for e in loading.slots:
                 loading.bank.place(loading.layer, e, -1)
                 loading.bank.policy.discard((loading.layer, e))
-        self._loading = None
-        self._repair()
+        self._repair(None)
+        self._loading = None  # last: an interrupt on the way leaves it to the next `_start`
 
-    def _repair(self) -> None:
-        loading = self._loading
+    def _repair(self, loading: _Loading | None) -> None:
+        """Make all that follows from the tables follow again; `loading` goes on."""
         for bank in self._banks:
             coming = loading is not None and loading.bank is bank
             bank.repair(loading.slots.values() if loading is not None and coming else ())
+        self._hot = {key for key in self._hot if key in self._bank_of[key[0]].pinned}
 
     def _take_slot(self, bank: _Bank, keep: Set[Key], demand: bool) -> int:
         """A slot to read into: a free one, one of a bet that was not needed, or an evicted one.
@@ -469,9 +479,10 @@ class SharedExpertCache:
     def _evict(self, bank: _Bank, keep: Set[Key]) -> None:
         key = bank.policy.victim(keep)
         layer, expert = key
-        bank.free.append(bank.tables[layer][expert])
+        slot = bank.tables[layer][expert]
+        bank.policy.discard(key)  # first: what is not there must never be a victim
         bank.place(layer, expert, -1)
-        bank.policy.discard(key)
+        bank.free.append(slot)
         self.stats.evictions += 1
 
     def _requests(self, bank: _Bank, layer: int, slots: dict[int, int]) -> list[ReadRequest]:
@@ -632,7 +643,7 @@ class SharedExpertCache:
         except LookupError:  # too few slots for bets
             pass
         except BaseException:
-            self._repair()  # the claim goes on
+            self._repair(self._loading)  # the claim goes on
             raise
 
     def _land(self, bank: _Bank, layer: int, needed: Sequence[int]) -> None:
@@ -700,7 +711,7 @@ class SharedExpertCache:
         except BaseException:
             bank.place(layer, expert, -1)
             bank.policy.discard((layer, expert))
-            self._repair()
+            self._repair(self._loading)
             raise
         if self._debug:
             self.check()
@@ -733,27 +744,47 @@ class SharedExpertCache:
             # Built by another thread and never evaluated there, so that MLX cannot evaluate it
             # here, or it cannot be evaluated at all. It may yet be tried, and then its slots must
             # have their bytes: leave them to it, and start with new memory.
-            self._pending = []
-            self.stats.abandoned += 1
-            for bank in self._banks:
-                if not bank.holds_all:
-                    self._abandon(bank)
+            try:
+                self.stats.abandoned += 1
+                self._abandon([b for b in self._banks if not b.holds_all], drop_pending=True)
+            except BaseException:
+                self._recover()
+                raise
 
-    def _abandon(self, bank: _Bank) -> None:
-        for key in list(bank.bets):
-            self._drop(bank, key)
-        bank.forget()
-        self._load_pins(bank)
+    def _abandon(self, banks: Sequence[_Bank], drop_pending: bool = False) -> None:
+        """Leave the memory of banks to whatever may still read it, and start with new memory."""
+        interrupt = None
+        while True:
+            try:
+                for bank in banks:
+                    for key in list(bank.bets):
+                        self._drop(bank, key)
+                    bank.forget()
+                if drop_pending:
+                    self._pending = []
+                break
+            except KeyboardInterrupt as e:  # not half of it
+                interrupt = e
+        if interrupt is not None:
+            raise interrupt
+        for bank in banks:
+            self._load_pins(bank)
 
     def _load_pins(self, bank: _Bank) -> None:
-        """Read pinned experts that are not in memory. (A bank that holds all reads its layers.)"""
+        """Read pinned experts that are not in memory. (A bank that holds all reads its layers.)
+
+        What cannot be read is pinned no more: a claim that needs it will say why.
+        """
         pinned = () if bank.holds_all else bank.pinned
         lacking = [(i, e) for i, e in pinned if bank.tables[i][e] < 0]
-        for layer in {layer for layer, _ in lacking}:
-            experts = [e for i, e in lacking if i == layer]
-            self._finish(self._start(bank, layer, experts))
-            for e in experts:
-                bank.policy.discard((layer, e))
+        try:
+            for layer in {layer for layer, _ in lacking}:
+                experts = [e for i, e in lacking if i == layer]
+                self._finish(self._start(bank, layer, experts))
+                for e in experts:
+                    bank.policy.discard((layer, e))
+        except SmoeError:
+            self._recover()
 
     # ---- whole layers, one after the other -----------------------------------------------------
 
@@ -801,19 +832,27 @@ class SharedExpertCache:
                     f"pinning {len(bank.pinned | keys)} experts leaves none of {bank.slots} slots "
                     f"for the rest. Pin fewer, or give the cache more memory."
                 )
-            for e in dict.fromkeys(experts):
-                self.claim(layer, [e])  # one by one: what comes before is pinned already
-                bank.pinned.add((layer, e))
-                bank.policy.discard((layer, e))
+            try:
+                for e in dict.fromkeys(experts):
+                    self.claim(layer, [e])  # one by one: what comes before is pinned already
+                    bank.pinned.add((layer, e))
+                    bank.policy.discard((layer, e))
+            except BaseException:
+                self._repair(self._loading)
+                raise
 
     def unpin(self, layer: int, experts: Sequence[int]) -> None:
         """Let experts be evicted again."""
         with self.lock:
             bank = self._bank_of[layer]
-            for e in experts:
-                if (layer, e) in bank.pinned:
-                    bank.pinned.discard((layer, e))
-                    bank.policy.touch((layer, e))
+            try:
+                for e in experts:
+                    if (layer, e) in bank.pinned:
+                        bank.pinned.discard((layer, e))
+                        bank.policy.touch((layer, e))
+            except BaseException:
+                self._repair(self._loading)
+                raise
 
     def pin_only(self, keys: Collection[Key]) -> None:
         """Pin these in place of those of the call before.
@@ -846,7 +885,6 @@ class SharedExpertCache:
 
         Raises:
             BudgetError: a bank has fewer slots than its pins need. Nothing has changed then.
-            ExpertReadError, CheckpointChangedError: a pinned expert could not be read.
         """
         with self.lock, mx.stream(self._device):
             for bank, n in zip(self._banks, slots, strict=True):
@@ -868,7 +906,7 @@ class SharedExpertCache:
         self._claimed = set()
         if bank.memory is None or slots == bank.experts:
             bank.slots = slots
-            self._abandon(bank)
+            self._abandon([bank])
             return
         if bank.holds_all:  # nothing could be evicted, so the policy knows of no expert
             for layer, e in sorted(bank.owners().values(), key=lambda key: key[::-1]):
@@ -880,7 +918,7 @@ class SharedExpertCache:
         try:
             bank.memory = bank.memory.moved(slots, rows)
         except BaseException:
-            self._abandon(bank)
+            self._abandon([bank])
             raise
         for to, at in enumerate(rows):
             bank.place(*owners[at], to)
@@ -905,6 +943,10 @@ class SharedExpertCache:
             assert len(set(bank.free)) == len(bank.free), "a slot is free twice"
             assert not set(bank.free) & set(used), "a free slot is in use"
             assert len(bank.free) + len(used) == bank.slots, "slots were lost"
+            for layer, table in bank.tables.items():
+                for e, slot in enumerate(table):
+                    absent = slot < 0 and (layer, e) in bank.policy
+                    assert not absent, f"{(layer, e)} could be evicted, but is not in memory"
             for key in bank.owners().values():
                 assert (key in bank.pinned) != (key in bank.policy), f"{key} is lost to eviction"
             assert bank.pinned <= set(bank.owners().values()), "a pinned expert is not in memory"

@@ -1,7 +1,6 @@
 """How experts are to be quantised: one setting, or a recipe by layer, expert and projection."""
 
 import fnmatch
-import json
 import os
 import re
 from dataclasses import dataclass, field
@@ -10,10 +9,12 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import RecipeError
+from ..store.files import read_json
 
 # Names that the seeds of this project gave to two settings.
 NAMED = {"SMOE-Q4": (4, 64, "affine"), "SMOE-Q2": (2, 64, "affine")}
 AFFINE_BITS, AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+MAX_NBYTES = 64 << 20  # of a recipe: a rule for each expert of the largest models
 FIXED = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 
 
@@ -26,6 +27,10 @@ class Quantisation:
     mode: str = "affine"
 
     def __post_init__(self) -> None:
+        if type(self.bits) is not int or type(self.group_size) is not int:
+            raise RecipeError(
+                f"bits {self.bits!r:.40}, group_size {self.group_size!r:.40}: numbers"
+            )
         if self.mode == "affine":
             if self.bits not in AFFINE_BITS or self.group_size not in AFFINE_GROUPS:
                 raise RecipeError(
@@ -33,7 +38,7 @@ class Quantisation:
                     f"{AFFINE_BITS}, groups one of {AFFINE_GROUPS}"
                 )
         elif self.mode not in FIXED:
-            raise RecipeError(f"mode {self.mode!r}: one of affine, {', '.join(FIXED)}")
+            raise RecipeError(f"mode {self.mode!r:.40}: one of affine, {', '.join(FIXED)}")
         elif (self.bits, self.group_size) != FIXED[self.mode]:
             bits, group_size = FIXED[self.mode]
             raise RecipeError(f"{self.mode} is {bits} bits in groups of {group_size}, nothing else")
@@ -63,7 +68,9 @@ def quantisation(
         return Quantisation(*NAMED[name.upper()])
     if bits is None and group_size is None and mode is None:
         return None
-    mode = mode or "affine"
+    mode = "affine" if mode is None else mode
+    if not isinstance(mode, str):
+        raise RecipeError(f"mode {mode!r:.40}: one of affine, {', '.join(FIXED)}")
     default_bits, default_group = FIXED.get(mode, (4, 64))
     return Quantisation(
         default_bits if bits is None else bits,
@@ -96,8 +103,7 @@ class Recipe:
     def read(cls, path: str | os.PathLike[str]) -> "Recipe":
         """Read a JSON recipe. Raises RecipeError naming the file and the rule."""
         try:
-            with open(path) as f:
-                document = json.load(f)
+            document = read_json(path, MAX_NBYTES)
         except (OSError, ValueError) as e:
             raise RecipeError(f"{os.fspath(path)}: {e}") from None
         if not isinstance(document, dict):

@@ -1,6 +1,7 @@
 """An open file that notices when it is no longer the one that was opened."""
 
 import contextlib
+import json
 import os
 import stat
 from collections.abc import Iterator
@@ -87,6 +88,23 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as e:
         raise OSError(e.errno, e.strerror, os.fspath(path)) from e
+
+
+def read_json(path: str | os.PathLike[str], most: int) -> Any:
+    """What a JSON file from a stranger holds.
+
+    Raises:
+        ValueError: it is no JSON, or larger than `most` bytes.
+        OSError, CheckpointError: it cannot be read, or is no file.
+    """
+    with OpenFile(path) as f:
+        data = f.pread(most + 1, 0)
+    if len(data) > most:
+        raise ValueError(f"larger than {most} bytes")
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def no_duplicate_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

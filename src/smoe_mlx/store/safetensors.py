@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .files import OpenFile, is_size, no_duplicate_names
+from .files import OpenFile, is_size, no_duplicate_names, read_json
 
 # The format's own bound on the header (safetensors' MAX_HEADER_SIZE).
 MAX_HEADER_NBYTES = 100_000_000
@@ -178,9 +178,9 @@ class Checkpoint:
         if not index.exists():
             return
         try:
-            weight_map = json.loads(index.read_text())["weight_map"]
+            weight_map = read_json(index, MAX_HEADER_NBYTES)["weight_map"]
             shards = sorted(set(weight_map.values()))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise CheckpointError(f"{index}: not a shard index ({e!r}).") from None
         here = {p.name for p in paths}
         if missing := [s for s in shards if s not in here]:
