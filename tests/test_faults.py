@@ -374,6 +374,8 @@ CELLS = [
     if (fault != "EAGAIN" or phase in ("load", "exact", "shatter"))  # elsewhere as EIO
     and (fault != "slow" or phase in ("prefill", "prewarm", *MODES))
     and (fault == "no descriptors" or phase != "usage")
+    and (fault == "EIO" or phase != "lossy")
+    and (fault not in ("truncated", "unlinked") or phase not in ("lag1", "token"))  # as replaced
 ]
 
 
