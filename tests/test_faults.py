@@ -4,6 +4,7 @@ where it happened, and the model goes on once the cause is gone."""
 import errno
 import gc
 import itertools
+import linecache
 import os
 import shutil
 import sys
@@ -238,7 +239,10 @@ def interrupt_at(n, action):
         nonlocal lines
         if not frame.f_code.co_filename.startswith(source):
             return None
-        if event == "line":
+        # A signal comes between two instructions, but never between the end of a `with` and the
+        # release of its lock, as an error raised here would.
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and not line.lstrip().startswith("with "):
             lines += 1
             if lines == n:
                 raise KeyboardInterrupt  # ends the tracing as well
@@ -370,6 +374,8 @@ CELLS = [
     if (fault != "EAGAIN" or phase in ("load", "exact", "shatter"))  # elsewhere as EIO
     and (fault != "slow" or phase in ("prefill", "prewarm", *MODES))
     and (fault == "no descriptors" or phase != "usage")
+    and (fault == "EIO" or phase != "lossy")
+    and (fault not in ("truncated", "unlinked") or phase not in ("lag1", "token"))  # as replaced
 ]
 
 
