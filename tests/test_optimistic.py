@@ -134,12 +134,22 @@ def test_batches(mode, tiny):
 @pytest.mark.parametrize(
     "options", [{}, {"max_kv_size": 16}, {"kv_bits": 8, "kv_group_size": 32}], ids=str
 )
-def test_generation_gives_mlx_lms_tokens(mode, options):
-    prompt, model = mx.array(TOKENS[:24]), open_model(DEMO, mode, 0.6, debug=True)
+def test_generation_gives_mlx_lms_tokens(mode, options, monkeypatch):
+    monkeypatch.setattr(decode, "computes_beside_the_host", lambda: True)
+    prompt, model = mx.array(TOKENS[:24]), open_model(DEMO, mode, 0.9, debug=True)
     got = [t for t, _ in generate_step(prompt, model, max_tokens=70, **options)]
     reference = mlx_generate_step(prompt, resident(DEMO), max_tokens=70, **options)
     assert got == [int(t) for t, _ in reference]
-    assert sum(stats(model).decoded.values()) == 69
+    decoded = stats(model).decoded
+    assert sum(decoded.values()) == 69
+    assert (decoded["exact"] > 0) == (mode == "auto")
+    assert decoded["lag1"] + decoded["token"] > 0, "nothing else was tried"
+
+
+def test_on_a_cpu_auto_is_exact(tiny):
+    model = open_model(tiny("qwen3_moe"), "auto")
+    list(decode_logits(model, 30))
+    assert model._streaming.decoding.mode == "exact"
 
 
 def test_without_taking_the_cache_back_results_would_differ(tiny, monkeypatch):

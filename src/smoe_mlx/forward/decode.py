@@ -71,17 +71,23 @@ class Chooser:
             self._plan = [(best, WINDOW)]
 
 
+def computes_beside_the_host() -> bool:
+    """Whether the default device works on while the host does something else. A CPU does not, and
+    there waiting costs nothing that could be saved (benchmarks/sync.py)."""
+    return mx.default_device() != mx.cpu
+
+
 class Decoding:
     """Decodes the tokens of one streamed model.
 
     Attributes:
-        mode: "auto", or the one mode that is used.
+        mode: "auto", or the one mode that is used ("auto" is "exact" on a CPU).
         tokens: how many were decoded with each mode.
         dropped: experts that were left out (only with "lossy").
     """
 
     def __init__(self, model: nn.Module, experts: SharedExpertCache, mode: str = "auto"):
-        self.mode = mode
+        self.mode = "exact" if mode == "auto" and not computes_beside_the_host() else mode
         self.optimistic = OptimisticDecoder(model, experts)
         self.tokens = dict.fromkeys(MODES[1:], 0)
         self.dropped = 0
