@@ -82,6 +82,20 @@ def test_a_longer_cache_replaces_the_shorter():
     assert [len(e.tokens) for e in sessions.entries] == [8]
 
 
+def test_a_cache_that_a_longer_one_holds_is_not_kept_beside_it():
+    """As of an answer that was stopped early, where another time it went on."""
+    sessions = Sessions(limit=1 << 20)
+    for tokens in ([1, 2, 3, 4, 5, 6], [7, 8], [1, 2, 3, 4], [1, 2, 9]):
+        sessions.put("m", tokens, kv(tokens))
+    sessions.put("other", [1, 2], kv([1, 2]))
+    held = [(e.model, e.tokens.tolist()) for e in sessions.entries]
+    assert held == [
+        ("m", [7, 8]), ("m", [1, 2, 3, 4, 5, 6]), ("m", [1, 2, 9]), ("other", [1, 2]),
+    ]  # fmt: skip
+    cache, n = sessions.take("m", [1, 2, 3, 4, 9])
+    assert (n, tokens_in(cache)) == (4, [1, 2, 3, 4])
+
+
 def test_a_stale_answer_goes_first_and_to_no_file(tmp_path):
     one = sum(c.nbytes for c in kv([1]))
     sessions = Sessions(SessionFiles(tmp_path, 1 << 30), limit=3 * one)

@@ -119,6 +119,22 @@ class Sessions:
         """
         held = np.array(tokens, np.int64)
         grows = only_grows(cache)
+        longer = next(
+            (
+                e
+                for e in self.entries
+                if e.model == model
+                and e.grows
+                and len(e.tokens) > len(held)
+                and _common(e.tokens, held) == len(held)
+            ),
+            None,
+        )
+        if grows and longer is not None:  # from which it can be cut at any time
+            longer.stale = False
+            self.entries.remove(longer)
+            self.entries.append(longer)
+            return
         for e in [e for e in self.entries if e.model == model]:
             if _common(e.tokens, held) == len(e.tokens) and (
                 grows or e.kind == "answer" or e.kind == kind or len(e.tokens) == len(held)
