@@ -140,7 +140,7 @@ class Stats:
             f"prompts           {self.prefill_passes:,} passes layer by layer"
             + (f"; chunk by chunk: {self.prefill_fallback}" if self.prefill_fallback else ""),
             "decoded           "
-            + (", ".join(f"{n:,} {mode}" for mode, n in self.decoded.items() if n) or "nothing")
+            + (", ".join(f"{n:,} {mode}" for mode, n in self.decoded.items() if n) or "by mlx-lm")
             + (f"; {self.failed_passes:,} passes done again" if self.failed_passes else "")
             + (f"; only exact: {self.decode_fallback}" if self.decode_fallback else ""),
             f"experts by        {self.kernels}",
