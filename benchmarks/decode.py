@@ -345,24 +345,24 @@ def physical_nbytes() -> int | None:
 
 
 class Arm:
-    """The process of one arm, warmed up."""
+    """The process of one arm of the benchmark that is run, warmed up; `what` says which."""
 
-    def __init__(self, name: str):
-        command = [sys.executable, __file__, *sys.argv[1:], "--arm", name]
+    def __init__(self, *what: str):
+        command = [sys.executable, sys.argv[0], *sys.argv[1:], "--arm", *what]
         pipe = subprocess.PIPE
-        self.name = name
+        self.what = what
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
         self.expect("ready")
 
     def line(self) -> str:
         text = self.process.stdout.readline()
         if not text:
-            sys.exit(f"arm {self.name} failed ({self.process.wait()})")
+            sys.exit(f"arm {' '.join(self.what)} failed ({self.process.wait()})")
         return text
 
     def expect(self, word: str) -> None:
         if self.line().strip() != word:
-            sys.exit(f"arm {self.name} did not say {word!r}")
+            sys.exit(f"arm {' '.join(self.what)} did not say {word!r}")
 
     def turn(self) -> None:
         print(file=self.process.stdin, flush=True)
@@ -371,7 +371,6 @@ class Arm:
     def result(self) -> dict:
         out = json.loads(self.line())
         self.process.communicate()
-        print(f"{self.name:<11}{out['ms_per_token']:9.2f} ms", flush=True)
         return out
 
 
@@ -386,6 +385,12 @@ def compare(args: argparse.Namespace) -> None:
     names = [RESIDENT, *dict.fromkeys(shares)]
     runs: dict[str, list[dict]] = {name: [] for name in names}
     turns = args.tokens // args.turn
+
+    def keep(arm: Arm) -> None:
+        (name,), out = arm.what, arm.result()
+        print(f"{name:<11}{out['ms_per_token']:9.2f} ms", flush=True)
+        runs[name].append(out)
+
     for i in range(args.rounds):
         print(f"round {i + 1}", flush=True)
         if args.lockstep:
@@ -394,13 +399,13 @@ def compare(args: argparse.Namespace) -> None:
                 for arm in rotated(arms, t):
                     arm.turn()
             for arm in arms:
-                runs[arm.name].append(arm.result())
+                keep(arm)
         else:
             for name in rotated(names, i):
                 arm = Arm(name)
                 for _ in range(turns):
                     arm.turn()
-                runs[name].append(arm.result())
+                keep(arm)
     print()
     print(table(names, runs, args.turn))
     if args.plot:

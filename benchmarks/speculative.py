@@ -17,12 +17,11 @@ import argparse
 import hashlib
 import json
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-from decode import TEXT, rotated
+from decode import TEXT, Arm, rotated
 
 WAYS = ("plain", "lookup", "lookup-always", "draft", "draft-always")
 CODE = '''\
@@ -140,36 +139,6 @@ def run_arm(args: argparse.Namespace, name: str, way: str, num_draft_tokens: str
 
 
 # ---- all ways ------------------------------------------------------------------------------------
-
-
-class Arm:
-    """The process of one way, its prompt read."""
-
-    def __init__(self, *what: str):
-        command = [sys.executable, __file__, *sys.argv[1:], "--arm", *what]
-        pipe = subprocess.PIPE
-        self.what = what
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-        self.expect("ready")
-
-    def line(self) -> str:
-        text = self.process.stdout.readline()
-        if not text:
-            sys.exit(f"{' '.join(self.what)} failed ({self.process.wait()})")
-        return text
-
-    def expect(self, word: str) -> None:
-        if self.line().strip() != word:
-            sys.exit(f"{' '.join(self.what)} did not say {word!r}")
-
-    def turn(self) -> None:
-        print(file=self.process.stdin, flush=True)
-        self.expect("done")
-
-    def result(self) -> dict:
-        out = json.loads(self.line())
-        self.process.communicate()
-        return out
 
 
 def compare(args: argparse.Namespace) -> None:

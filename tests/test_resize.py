@@ -282,3 +282,12 @@ def test_a_governed_model_gives_slots_back_and_can_be_freed(monkeypatch):
     thread.join(20)
     assert not thread.is_alive()
     assert gone() is None
+
+
+def test_without_a_thread_to_be_had_a_model_loads_and_says_that_nobody_watches(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", refuse)
+    with pytest.warns(UserWarning, match="watch the memory pressure"):
+        open_model(DEMO, slots=100, govern=True)

@@ -2,7 +2,6 @@
 command? From the model's headers; nothing of the weights is downloaded."""
 
 import contextlib
-import json
 import os
 import platform
 import shlex
@@ -18,15 +17,14 @@ import mlx.core as mx
 
 from .config import StreamingConfig, parse_bytes
 from .device import available_nbytes
-from .errors import BudgetError
-from .hot import cache_folder
+from .errors import BudgetError, CheckpointError
 from .hub import fetch_headers, find_local
 from .load import open_weights, plan_for
 from .machine import total_memory, used_swap
 from .plan import INTERPRETER_NBYTES, SYSTEM_NBYTES, MemoryPlan, format_bytes, usable_nbytes
 from .skeleton import Skeleton, build_skeleton
 from .speed import Compute, Forecast, forecast, measure_compute
-from .store.files import OpenFile
+from .store.files import OpenFile, cache_folder, read_json, write_json
 from .store.probe import DiskProbe, probe_disk
 from .trace import Trace
 
@@ -36,6 +34,7 @@ SIZES = tuple(n * 10**9 for n in (8, 16, 24, 32, 36, 48, 64, 96, 128, 192, 256, 
 SIM_LATENCY = 100e-6  # of an SSD that one does not have
 ASSUMED_DISK = 3e9  # bytes a second, where nothing could be measured
 PROBE_DAYS = 30  # for which a measurement of a disk is believed
+MOST_PROBE_NBYTES = 1 << 20  # far more than the disks of a machine fill
 SWAP_NBYTES = 1 << 30  # more than this in use slows everything
 
 
@@ -239,9 +238,7 @@ def _disk(
     probe = probe_disk(files, skeleton.layouts, config.threads)
     known[key] = {"time": time.time(), "probe": asdict(probe)}
     with contextlib.suppress(OSError):  # then it is measured again
-        part = store.with_name(f"{store.name}.{os.getpid()}.part")
-        part.write_text(json.dumps(known))
-        part.replace(store)
+        write_json(store, known)
     how = "" if probe.io == "direct" else " (through the page cache: no direct reads there)"
     return probe, f"measured{how}"
 
@@ -256,12 +253,12 @@ def _device_of(folder: str | os.PathLike[str]) -> int:
 def _known_disks(store: Path) -> dict[str, Any]:
     """Measurements that are not too old; none if the file is not what was written."""
     try:
-        known = json.loads(store.read_text())
+        known = read_json(store, MOST_PROBE_NBYTES)
         fresh = time.time() - PROBE_DAYS * 86400
         for entry in known.values():
             DiskProbe(**entry["probe"])
         return {k: v for k, v in known.items() if v["time"] > fresh}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, CheckpointError):
         return {}
 
 

@@ -3,14 +3,15 @@
 What is computed does not change: see `SharedExpertCache.resize`.
 """
 
-import atexit
 import contextlib
 import threading
+import warnings
 import weakref
 from dataclasses import dataclass, replace
 
 import mlx.nn as nn
 
+from .background import in_background
 from .device import available_nbytes, max_buffer_nbytes
 from .errors import SmoeError
 from .machine import memory_pressure
@@ -83,9 +84,8 @@ def govern(streaming: Streaming) -> None:
     """Watch the memory pressure on a thread of its own, as long as the model lives: give slots back
     when memory is scarce, down to one token's experts, and take them again when it is not."""
     cache, governor = weakref.ref(streaming), Governor()
-    stop = threading.Event()
 
-    def work() -> None:
+    def work(stop: threading.Event) -> None:
         whole = None
         while not stop.wait(SECONDS):
             alive = cache()
@@ -96,15 +96,9 @@ def govern(streaming: Streaming) -> None:
             with contextlib.suppress(SmoeError):  # pins, or a file that went: leave it as it is
                 follow(alive, whole, governor.saw(memory_pressure()))
             del alive
-        atexit.unregister(end)
 
-    def end() -> None:
-        stop.set()
-        thread.join()
-
-    thread = threading.Thread(target=work, name="smoe-govern", daemon=True)
-    atexit.register(end)
-    thread.start()
+    if not in_background("smoe-govern", work):
+        warnings.warn("no thread could be started to watch the memory pressure.", stacklevel=2)
 
 
 def follow(streaming: Streaming, whole: MemoryPlan, share: float) -> None:

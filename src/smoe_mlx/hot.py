@@ -1,22 +1,22 @@
 """Hot experts: idle time is for reading, what earlier runs used most first; pins if asked for."""
 
-import atexit
 import contextlib
 import hashlib
 import itertools
 import os
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import mlx.nn as nn
 
+from .background import in_background
 from .cache.policy import Key
 from .cache.usage import Usage
 from .errors import SmoeError
 from .hub import DEMO, find_model
 from .stats import Streaming, streaming_of
+from .store.files import cache_folder
 
 USAGE_FILE = "smoe-usage.json"
 
@@ -56,23 +56,12 @@ def prewarm_soon(streaming: Streaming) -> None:
         return
     for layer in range(len(cache.layouts)):
         cache.arrays(layer)  # allocated here: the default device is each thread's own
-    exiting = threading.Event()
 
-    def work() -> None:
+    def work(stop: threading.Event) -> None:
         with contextlib.suppress(SmoeError):  # whoever needs that expert will be told
-            cache.prewarm(itertools.takewhile(lambda _: not exiting.is_set(), keys))
-        atexit.unregister(end)
+            cache.prewarm(itertools.takewhile(lambda _: not stop.is_set(), keys))
 
-    def end() -> None:
-        exiting.set()
-        thread.join()
-
-    thread = threading.Thread(target=work, name="smoe-prewarm", daemon=True)
-    atexit.register(end)
-    try:
-        thread.start()
-    except RuntimeError:  # no more threads to be had: then nothing is read early
-        atexit.unregister(end)
+    in_background("smoe-prewarm", work)
 
 
 def pin_hot(streaming: Streaming) -> None:
@@ -96,14 +85,3 @@ def find_usage_file(option: str | os.PathLike[str], folder: Path) -> Path:
         return folder / USAGE_FILE
     name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
     return cache_folder() / f"{name}-{USAGE_FILE}"
-
-
-def cache_folder() -> Path:
-    """Where small things are kept from run to run; made if it can be."""
-    root = os.environ.get("XDG_CACHE_HOME") or (
-        "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
-    )
-    cache = Path(root).expanduser() / "smoe-mlx"
-    with contextlib.suppress(OSError):  # whoever writes there will say so
-        cache.mkdir(parents=True, exist_ok=True)
-    return cache

@@ -3,13 +3,12 @@
 import hashlib
 import json
 import math
-import os
-import stat
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..store.files import read_json, write_json
 from ..store.layout import ExpertLayout
 from .policy import Key
 
@@ -75,17 +74,8 @@ class Usage:
             for i, n in enumerate(self._counts)
         ]
         self._saved = self._unit
-        part = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
         try:
-            try:
-                part.unlink(missing_ok=True)  # left over, or a link that a stranger put there
-                with part.open("x", encoding="utf-8") as f:
-                    json.dump(document, f)
-                    f.flush()
-                    os.fsync(f.fileno())
-                part.replace(self.path)
-            finally:
-                part.unlink(missing_ok=True)
+            write_json(self.path, document)
         except OSError as e:
             warnings.warn(f"{self.path}: cannot be written ({e.strerror or e}).", stacklevel=2)
 
@@ -109,14 +99,7 @@ class Usage:
             self.path = None
 
     def _read(self, path: Path) -> dict[Key, float]:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its other end
-            raise ValueError("not a regular file")
-        most = 4096 + 32 * len(self._weights)
-        with path.open("rb") as f:
-            data = f.read(most + 1)
-        if len(data) > most:
-            raise ValueError(f"larger than {most} bytes")
-        document = json.loads(data)
+        document = read_json(path, 4096 + 32 * len(self._weights))
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ValueError("not written by smoe-mlx")
         if document.get("version") != VERSION:

@@ -103,13 +103,15 @@ class Decoding:
         Raises:
             ExpertReadError, CheckpointChangedError: an expert could not be read.
         """
-        self._start = time.perf_counter()
-        self._missed = self._experts.stats.missed_calls
-        self._timed = tokens.shape[1] == 1
-        if not self._timed or self._experts.holds_all:
+        self._timed = False
+        if tokens.shape[1] != 1 or self._experts.holds_all:
             logits: mx.array = model(tokens, cache=cache)
             return logits
-        mode = self._chooser.mode if self.mode == "auto" else self.mode
+        mode = self.mode
+        if mode == "auto":
+            mode, self._timed = self._chooser.mode, True
+            self._start = time.perf_counter()
+            self._missed = self._experts.stats.missed_calls
         # What looks at each call wants true ones, and in order.
         observed = self._experts.trace is not None or hasattr(type(model), "timed_sampling")
         if mode != "exact" and (observed or not self.optimistic.ready(model)):
@@ -127,6 +129,6 @@ class Decoding:
     def done(self) -> None:
         """The token of the last `step` is there."""
         timed, self._timed = self._timed, False
-        if timed and self.mode == "auto" and not self.optimistic.refused:
+        if timed and not self.optimistic.refused:
             missed = self._experts.stats.missed_calls - self._missed
             self._chooser.took(time.perf_counter() - self._start, missed)

@@ -8,10 +8,7 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import platform
-import stat
-import sys
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 
+from ..store.files import cache_folder, read_json, write_json
 from .experts import FusedExperts, Geometry, backend, kernel_text
 from .selftest import TIMED_TOKENS, Experts, Verdict, self_test, try_launch
 
@@ -118,10 +116,7 @@ class KernelChooser:
 
 def cache_file() -> Path:
     """Where verdicts are kept."""
-    root = os.environ.get("XDG_CACHE_HOME") or (
-        "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
-    )
-    return Path(root).expanduser() / "smoe-mlx" / "kernels.json"
+    return cache_folder() / "kernels.json"
 
 
 def _key(geometry: Geometry) -> str:
@@ -137,12 +132,7 @@ def _key(geometry: Geometry) -> str:
 def _load() -> dict[str, Verdict]:
     """The verdicts of the file; none if it is missing or not to be trusted."""
     try:
-        path = cache_file()
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its other end
-            return {}
-        with path.open("rb") as f:
-            data = f.read(MOST_BYTES + 1)
-        document: Any = json.loads(data) if len(data) <= MOST_BYTES else None
+        document: Any = read_json(cache_file(), MOST_BYTES)
         if (document["format"], document["version"]) != (FORMAT, VERSION):
             return {}
         return {key: _verdict(entry) for key, entry in document["verdicts"].items()}
@@ -169,13 +159,5 @@ def _save(key: str, verdict: Verdict) -> None:
     verdicts[key] = verdict
     kept = dict(list(verdicts.items())[-MOST_VERDICTS:])
     document = {"format": FORMAT, "version": VERSION}
-    path = cache_file()
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with contextlib.suppress(OSError):  # then it is found again next time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            text = json.dumps({**document, "verdicts": {k: asdict(v) for k, v in kept.items()}})
-            part.write_text(text)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        write_json(cache_file(), {**document, "verdicts": {k: asdict(v) for k, v in kept.items()}})

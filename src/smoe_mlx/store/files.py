@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,31 @@ def read_json(path: str | os.PathLike[str], most: int) -> Any:
         return json.loads(data)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write a JSON file; one of this name is replaced when the new one is whole. Raises OSError."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.unlink(missing_ok=True)  # left over, or a link that a stranger put there
+        with part.open("x", encoding="utf-8") as f:
+            json.dump(document, f)
+            f.flush()
+            os.fsync(f.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def cache_folder() -> Path:
+    """Where small things are kept from run to run; made if it can be."""
+    root = os.environ.get("XDG_CACHE_HOME") or (
+        "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
+    )
+    folder = Path(root).expanduser() / "smoe-mlx"
+    with contextlib.suppress(OSError):  # whoever writes there will say so
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def no_duplicate_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
