@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from smoe_mlx.cache.bank import SlotBank
-from smoe_mlx.load import _open
+from smoe_mlx.load import open_weights
 from smoe_mlx.skeleton import build_skeleton
 from smoe_mlx.store.reader import ExpertReader, ReadRequest
 
@@ -58,7 +58,7 @@ class Source:
     """A checkpoint or vault, and requests for its experts."""
 
     def __init__(self, folder: Path):
-        self.checkpoint, self.vault = _open(folder)
+        self.checkpoint, self.vault = open_weights(folder)
         skeleton = build_skeleton(folder, self.checkpoint, vault=self.vault)
         self.layouts = skeleton.layouts
         self.files = [self.vault] if self.vault else self.checkpoint.files
