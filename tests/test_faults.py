@@ -379,7 +379,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(("phase", "fault"), CELLS, ids="-".join)
+@pytest.mark.parametrize(("phase", "fault"), CELLS, ids=map("-".join, CELLS))
 def test_a_fault_in_any_phase_is_told_and_passes(
     phase, fault, folder, tmp_path, expected, monkeypatch
 ):
