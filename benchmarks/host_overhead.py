@@ -184,7 +184,7 @@ def repeat(streamed: nn.Module, tokens: list[int], times: int = 2000) -> dict[st
         whole.append(time.perf_counter() - start)
         mx.eval(y)
         start = time.perf_counter()
-        y = module._in_one(cache.arrays(layer), x, slots)
+        y = module.in_one(cache.arrays(layer), x, slots)
         build.append(time.perf_counter() - start)
         mx.eval(y)
     out = 1e6 * (statistics.median(whole) - statistics.median(build))
@@ -240,7 +240,7 @@ def watch(streamed: nn.Module, tokens: list[int], warmup: int, parts: Sequence[s
             if hasattr(cache, name):
                 replace(cache, name, watches.around(name, getattr(cache, name)))
         for kind in KINDS:
-            replace(kind, "_in_one", watches.around(BUILD, kind._in_one))
+            replace(kind, "in_one", watches.around(BUILD, kind.in_one))
             replace(kind, "__call__", waiting(watches.around(CALL, kind.__call__)))
         decode(streamed, tokens)
     calls = len(watches.seconds[CALL])

@@ -13,6 +13,7 @@ sum p log(p / q) over all positions, p being the unquantised model.
 
 import argparse
 import importlib.util
+import itertools
 import json
 import math
 import tempfile
@@ -26,7 +27,7 @@ from mlx_lm.utils import load_model, load_tokenizer
 import smoe_mlx
 from smoe_mlx.load import load_model as load_streamed
 
-SETTINGS = [(b, g) for b in (8, 6, 4, 3, 2) for g in (64, 32)]
+GROUP_SIZES = (64, 32)
 
 
 def held_out_text(paths: list[Path] | None) -> str:
@@ -55,8 +56,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--text", type=Path, nargs="+")
+    parser.add_argument("--bits", type=int, nargs="+", default=[8, 6, 4, 3, 2])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if {"quantization", "quantization_config"} & json.loads(
+        (args.src / "config.json").read_text()
+    ).keys():
+        parser.error(f"{args.src} is quantised already; this measures against what is not")
     tokens = load_tokenizer(args.src).encode(held_out_text(args.text))
     count = args.tokens // args.window
     step = (len(tokens) - args.window - 1) // max(count - 1, 1)
@@ -91,7 +97,7 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- |")
     plan = smoe_mlx.plan(args.src, slots=1.0)
     measure("unquantised", plan.experts_nbytes // plan.num_experts, reference)
-    for bits, group_size in SETTINGS:
+    for bits, group_size in itertools.product(args.bits, GROUP_SIZES):
         with tempfile.TemporaryDirectory() as tmp:
             folder = smoe_mlx.shatter(args.src, Path(tmp) / "v", bits=bits, group_size=group_size)
             model, _ = load_streamed(folder, config=smoe_mlx.StreamingConfig(slots=1.0))

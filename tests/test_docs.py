@@ -3,8 +3,6 @@
 import argparse
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -122,10 +120,3 @@ def test_every_test_that_a_document_names_exists():
     for file, name in sorted(named):
         text = (ROOT / "tests" / file).read_text(encoding="utf-8")
         assert re.search(rf"^def {name}\(", text, re.MULTILINE), f"{file}::{name}"
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda p: p.name)
-def test_every_benchmark_starts(path):
-    """What it imports is there. (Nothing else in the tests runs them.)"""
-    out = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True)
-    assert out.returncode == 0, out.stderr
