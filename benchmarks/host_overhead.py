@@ -6,9 +6,11 @@
 The cache has a slot for every expert but one, so that no layer may skip the look at the routing;
 the text has been fed once before, so that nothing is missed. Three methods:
 
-1. Decode, three ways taking turns at every token in one process: mlx-lm as it is; mlx-lm with
-   nothing but one host read of the routing in every layer; smoe_mlx. The differences, per layer and
-   token, are the cost of the read (the pipeline drains) and that of the bookkeeping.
+1. Decode, several ways taking turns at every token in one process: mlx-lm as it is; mlx-lm with
+   nothing but one host read of the routing in every layer; with slot numbers as well, in an array
+   that the host makes or taken from a table in the graph; with outputs that are held; smoe_mlx. The
+   differences, per layer and token, are the cost of the read (the pipeline drains), of each part,
+   and of the bookkeeping.
 2. Stop watches around the parts of a layer's call. The wait for the routing and the building of
    the layer's operations, which mlx-lm does as well, are listed, but are no bookkeeping.
 3. The call of one layer over and over, its routing known, less the building of its operations. No
@@ -93,17 +95,34 @@ def decode(model: nn.Module, tokens: list[int]) -> None:
 # ---- 1: differences ------------------------------------------------------------------------------
 
 
-class _Reading:
-    """Switch layers that read the routing on the host while `on`, and do nothing with it."""
+ARMS = ("mlx-lm", "+ read", "+ read, array", "+ read, table", "+ read, array, hold", "smoe_mlx")
 
-    on = False
+
+class _Reading:
+    """Switch layers that do in `arm` what a streamed layer must do, and learn nothing from it."""
+
+    arm = ""
+    held: list[mx.array] = []  # noqa: RUF012
 
     def __init__(self, kind: type):
         def call(module: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
-            if _Reading.on:
-                np.array(indices)
-            return stock(module, x, indices)
+            arm = _Reading.arm
+            if "read" in arm:
+                ids = indices.tolist()
+                if "array" in arm:
+                    indices = mx.array(ids, mx.uint32)
+                elif "table" in arm:
+                    indices = mx.take(table, indices)
+            y = stock(module, x, indices)
+            if "hold" in arm:
+                if len(_Reading.held) >= 8:
+                    mx.eval(_Reading.held)
+                    _Reading.held = []
+                _Reading.held.append(y)
+            return y
 
+        table = mx.arange(4096, dtype=mx.uint32)  # more than any model's experts
+        mx.eval(table)
         stock, kind.__call__ = kind.__call__, call
 
 
@@ -113,15 +132,15 @@ def compare(
     for kind in (SwitchGLU, SwitchMLP):
         _Reading(kind)
     resident, _ = mlx_lm.load(str(folder))
-    arms = {"mlx-lm": resident, "mlx-lm and a read": resident, "smoe_mlx, all hits": streamed}
+    arms = {name: streamed if name == "smoe_mlx" else resident for name in ARMS}
     caches = {name: make_prompt_cache(model) for name, model in arms.items()}
     wall: dict[str, list[float]] = {name: [] for name in arms}
     cpu: dict[str, list[float]] = {name: [] for name in arms}
     names, answers = list(arms), set()
     for i, token in enumerate(tokens):
         answers.clear()
-        for name in names[i % 3 :] + names[: i % 3]:
-            _Reading.on = name == "mlx-lm and a read"
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            _Reading.arm = name
             start, cpu_start = time.perf_counter(), time.process_time()
             best = mx.argmax(arms[name](mx.array([[token]]), cache=caches[name])[0, -1])
             mx.eval(best)
@@ -145,9 +164,12 @@ def compare(
     print(f"\n{'us per layer and token':<24}{'wall':>10}{'CPU':>10}")
     out = {}
     for label, a, b in (
-        ("the read", names[1], names[0]),
-        ("the bookkeeping", names[2], names[1]),
-        ("both", names[2], names[0]),
+        ("the read", "+ read", "mlx-lm"),
+        ("an array of slots", "+ read, array", "+ read"),
+        ("slots from a table", "+ read, table", "+ read"),
+        ("held outputs", "+ read, array, hold", "+ read, array"),
+        ("all but the read", "smoe_mlx", "+ read"),
+        ("all", "smoe_mlx", "mlx-lm"),
     ):
         out[label] = difference(wall, a, b)
         out[f"{label}, CPU"] = difference(cpu, a, b)
