@@ -70,15 +70,11 @@ class Source:
 
     def requests(self, rng: np.random.Generator) -> list[ReadRequest]:
         """Random experts of random layers, no two alike, one for each slot of the bank."""
-        out = []
+        out: list[ReadRequest] = []
         chosen = rng.choice(len(self.experts), self.bank.slots, replace=False)
         for slot, i in enumerate(chosen.tolist()):
             layout, e = self.experts[i]
-            rows = self.bank.rows(slot)
-            for row, file, offset in zip(
-                rows, layout.file_ids[:, e].tolist(), layout.offsets[:, e].tolist(), strict=True
-            ):
-                out.append((file, offset, row, ("expert",)))
+            out += layout.reads(e, self.bank.rows(slot))
         return out
 
     def drop_cache(self) -> None:

@@ -4,9 +4,11 @@ import contextlib
 import copy
 import io
 import json
+import linecache
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -121,6 +123,39 @@ def corrupt_expert(folder: Path, expert: int) -> None:
                     data = np.frombuffer(f.read(t.nbytes), np.uint8) ^ 0x15
                     f.seek(offsets[expert])
                     f.write(data.tobytes())
+
+
+def interrupt_at_line(n: int, action: Callable[[], object], *sources: str) -> str | None:
+    """Run `action` with KeyboardInterrupt at the n-th line of these files or folders.
+
+    Returns where it came; None if there are fewer lines.
+    """
+    lines, where = 0, None
+
+    def trace(frame, event, arg):
+        nonlocal lines, where
+        file = frame.f_code.co_filename
+        if not file.startswith(sources):
+            return None
+        # A signal comes between two instructions, but never between the end of a `with` and the
+        # release of its lock, as an error raised here would.
+        line = linecache.getline(file, frame.f_lineno)
+        if event == "line" and not line.lstrip().startswith("with "):
+            lines += 1
+            if lines == n:
+                where = f"{file}:{frame.f_lineno}"
+                raise KeyboardInterrupt  # ends the tracing as well
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return where
 
 
 class SlowReader(ExpertReader):

@@ -10,7 +10,15 @@ from collections import deque
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import CONFIGS, STREAMED, SlowReader, random_tokens, resident, same_bits
+from conftest import (
+    CONFIGS,
+    STREAMED,
+    SlowReader,
+    interrupt_at_line,
+    random_tokens,
+    resident,
+    same_bits,
+)
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,7 +28,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from test_cache import COUNTS, Model, held_sum, interrupt_at_line
+from test_cache import CACHE, COUNTS, Model, held_sum
 
 from smoe_mlx import ExpertReadError, StreamingConfig, stats
 from smoe_mlx.cache.bank import SlotBank
@@ -82,10 +90,39 @@ def land(cache):
 # ---- the cache -----------------------------------------------------------------------------------
 
 
-class BetMachine(RuleBasedStateMachine):
-    """Whatever is bet on, claimed, held and failed, in whatever order: bytes are right."""
+class SlotRules(RuleBasedStateMachine):
+    """What holds for `cache` in any order of rules: held outputs come to what they must, and the
+    bytes of whatever is in memory are right."""
 
     model: Model
+    cache: SharedExpertCache | None = None
+    held: tuple | list[tuple[mx.array, float]] = ()  # outputs, and what they must come to
+
+    @rule()
+    def evaluate(self):
+        for y, expected in self.held:
+            assert y.item() == expected
+        self.held = []
+
+    @invariant()
+    def everything_agrees(self):
+        if self.cache is None:
+            return
+        if self.cache._loading is None:
+            self.cache.check()
+        for bank in self.cache._banks:
+            for layer, e in bank.owners().values():
+                self.model.assert_in_slots(self.cache, layer, [e])
+
+    def teardown(self):
+        self.evaluate()
+        for bank in self.cache._banks if self.cache else ():
+            for key in list(bank.bets):
+                self.cache._drop(bank, key)
+
+
+class BetMachine(SlotRules):
+    """Whatever is bet on, claimed, held and failed, in whatever order: bytes are right."""
 
     @initialize(slots_a=st.integers(2, 8), slots_b=st.integers(1, 5), slow=st.booleans())
     def make(self, slots_a, slots_b, slow):
@@ -135,26 +172,6 @@ class BetMachine(RuleBasedStateMachine):
                 self.cache.unpin(layer, [0])
             except ExpertReadError:
                 pass
-
-    @rule()
-    def evaluate(self):
-        for y, expected in self.held:
-            assert y.item() == expected
-        self.held = []
-
-    @invariant()
-    def everything_agrees(self):
-        self.cache.check()
-        for bank in self.cache._banks:
-            for layer, e in bank.owners().values():
-                self.model.assert_in_slots(self.cache, layer, [e])
-
-    def teardown(self):
-        if hasattr(self, "held"):
-            self.evaluate()
-            for bank in self.cache._banks:
-                for key in list(bank.bets):
-                    self.cache._drop(bank, key)
 
 
 def test_bets_and_claims_in_any_order(model):
@@ -347,7 +364,7 @@ def test_an_interrupt_at_any_line_while_betting_loses_no_slot(model):
         decode(cache, 0, [0, 1], bets=[(1, [2])])
         land(cache)
         where = interrupt_at_line(
-            n, lambda cache=cache: decode(cache, 1, [2, 3, 2], bets=[(0, [2]), (1, [1])])
+            n, lambda cache=cache: decode(cache, 1, [2, 3, 2], bets=[(0, [2]), (1, [1])]), CACHE
         )
         decode(cache, 1, [2, 3])
         cache.check()

@@ -1,14 +1,13 @@
 """SharedExpertCache: every expert's true bytes in its slot, or an error and a cache that works."""
 
 import errno
-import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from conftest import interrupt_at_line
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -29,6 +28,7 @@ from smoe_mlx.store.layout import TensorSpec, layout_from_checkpoint
 from smoe_mlx.store.reader import ExpertReader
 from smoe_mlx.store.safetensors import Checkpoint
 
+CACHE = str(Path(experts_module.__file__).parent)  # whose every line is interrupted
 # Experts a layer; layers 0 and 1 are of one geometry, layer 2 is of another.
 COUNTS = (5, 4, 6)
 SHAPES = [
@@ -784,39 +784,12 @@ def test_a_claim_in_a_bank_that_holds_all_leaves_other_layers_rows_alone(model):
 # ---- interruptions -------------------------------------------------------------------------------
 
 
-def interrupt_at_line(n: int, action: Callable[[], None]) -> str | None:
-    """Run `action` with KeyboardInterrupt at the n-th line of cache/experts.py; where it was.
-
-    None if there are fewer lines.
-    """
-    where = []
-
-    def trace(frame, event, arg):
-        if frame.f_code.co_filename != experts_module.__file__:
-            return None
-        if event == "line":
-            where.append(frame.f_lineno)
-            if len(where) == n:
-                raise KeyboardInterrupt  # ends the tracing as well
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    except KeyboardInterrupt:
-        return f"experts.py:{where[-1]}"
-    finally:
-        sys.settrace(before)
-    return None
-
-
 def test_an_interrupt_at_any_line_of_a_claim_loses_no_slot(model):
     for n in range(1, 1000):
         cache = model.cache(slots_a=3)
         cache._debug = False
         claim(cache, 0, [0, 1, 2])
-        where = interrupt_at_line(n, lambda cache=cache: claim(cache, 1, [0, 1]))
+        where = interrupt_at_line(n, lambda cache=cache: claim(cache, 1, [0, 1]), CACHE)
         cache.check()
         for layer in (0, 1):
             model.assert_in_slots(cache, layer, in_memory(cache, layer))
@@ -834,7 +807,7 @@ def test_an_interrupt_at_any_line_of_a_claim_keeps_what_is_held(model):
         with cache.lock:
             y = lazy_sum(cache, 0, 0)
             cache.hold(y)
-        where = interrupt_at_line(n, lambda cache=cache: claim(cache, 1, [0, 1]))
+        where = interrupt_at_line(n, lambda cache=cache: claim(cache, 1, [0, 1]), CACHE)
         try:
             claim(cache, 1, [2, 3])
         except LookupError:  # slots were lost: see the test above

@@ -4,10 +4,8 @@ where it happened, and the model goes on once the cause is gone."""
 import errno
 import gc
 import itertools
-import linecache
 import os
 import shutil
-import sys
 import threading
 import time
 import warnings
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from conftest import random_tokens, resident, same_bits
+from conftest import interrupt_at_line, random_tokens, resident, same_bits
 from mlx_lm.generate import generate_step as mlx_generate_step
 
 import smoe_mlx
@@ -230,35 +228,6 @@ def test_a_thread_may_take_over_from_one_that_ended_though_layers_were_complete(
         assert same_bits(forward(model, tokens), forward(resident(folder), tokens))
 
 
-def interrupt_at(n, action):
-    """Run `action` with KeyboardInterrupt at the n-th line of this library; whether it came."""
-    source = str(Path(smoe_mlx.__file__).parent)
-    lines = 0
-
-    def trace(frame, event, arg):
-        nonlocal lines
-        if not frame.f_code.co_filename.startswith(source):
-            return None
-        # A signal comes between two instructions, but never between the end of a `with` and the
-        # release of its lock, as an error raised here would.
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and not line.lstrip().startswith("with "):
-            lines += 1
-            if lines == n:
-                raise KeyboardInterrupt  # ends the tracing as well
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
-
-
 @pytest.mark.parametrize("mode", ["exact", "lag1", "token"])
 def test_ctrl_c_anywhere_in_a_generation_beside_another_model(mode, folder, expected, slow_disk):
     """The next one is right, and so is that of a second model in the same process."""
@@ -266,7 +235,7 @@ def test_ctrl_c_anywhere_in_a_generation_beside_another_model(mode, folder, expe
     model, other = (load_model(folder, config=config)[0] for _ in range(2))
     came, n = True, 7
     while came:
-        came = interrupt_at(n, lambda: answer(model))
+        came = interrupt_at_line(n, lambda: answer(model), str(Path(smoe_mlx.__file__).parent))
         steps = generate_step(mx.array(TOKENS[:9]), other, max_tokens=8)
         got = [next(steps)[0]]
         assert answer(model) == expected, n

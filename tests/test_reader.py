@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import interrupt_at_line
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -493,51 +494,26 @@ def test_keyboard_interrupt_while_waiting_for_the_threads(monkeypatch, one_file)
     reader.close()
 
 
-def interrupt_at_line(n: int, action, *modules) -> str:
-    """Run `action` on a new thread, with KeyboardInterrupt at the n-th line run in `modules`.
-
-    Returns "interrupted at FILE:LINE", "ended" (it has fewer lines) or "hangs after FILE:LINE".
-    """
-    files = {m.__file__ for m in modules}
-    where, result = [], []
-
-    def trace(frame, event, arg):
-        if frame.f_code.co_filename not in files:
-            return None
-        if event == "line":
-            where.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
-            if len(where) == n:
-                raise KeyboardInterrupt  # ends the tracing as well
-        return trace
-
-    def run():
-        sys.settrace(trace)
-        try:
-            action()
-            result.append("ended")
-        except KeyboardInterrupt:
-            result.append(f"interrupted at {where[-1]}")
-        finally:
-            sys.settrace(None)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout=2)
-    return result[0] if result else f"hangs after {where[-1]}"
-
-
 def test_an_interrupt_at_any_line_neither_hangs_nor_leaves_a_read_under_way(monkeypatch, one_file):
     preadv = Preadv(monkeypatch, lambda offset: time.sleep(0.001))
     reader = ExpertReader([one_file], threads=1)
     read_and_check(reader, [one_file], far_apart[:3])  # the thread is there
     for n in range(1, 1000):
-        result = interrupt_at_line(
-            n, lambda: reader.read([request(*p) for p in far_apart[:3]]), reader_module
-        )
-        assert not result.startswith("hangs"), result
+        where = []
+
+        def read(n=n, where=where):
+            requests = [request(*p) for p in far_apart[:3]]
+            where.append(
+                interrupt_at_line(n, lambda: reader.read(requests), reader_module.__file__)
+            )
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        thread.join(timeout=2)
+        assert where, f"hangs after an interrupt at line {n}"
         preadv.assert_quiet()
         read_and_check(reader, [one_file], far_apart[:3])
-        if result == "ended":
+        if where == [None]:
             break
     assert n > 20
     reader.close()

@@ -7,18 +7,17 @@ import threading
 
 import mlx.core as mx
 import numpy as np
+from conftest import interrupt_at_line
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
-    invariant,
     rule,
     run_state_machine_as_test,
 )
-from test_bets import make
+from test_bets import SlotRules, make
 from test_bets import model as model
-from test_cache import COUNTS, Model, interrupt_at_line, lazy_sum, true_sum
+from test_cache import CACHE, COUNTS, lazy_sum, true_sum
 
 from smoe_mlx.cache.experts import SharedExpertCache
 from smoe_mlx.cache.policy import LFU, LRU
@@ -28,10 +27,8 @@ LAYERS = st.integers(0, 2)
 WEIGHTS = [("up_proj", "weight")] * 2 + [("fc1", "weight")]
 
 
-class SlotMachine(RuleBasedStateMachine):
+class SlotMachine(SlotRules):
     """Everything that decoding does to the cache, exact and optimistic, and idle time besides."""
-
-    model: Model
 
     @initialize(
         slots_a=st.integers(1, 8), slots_b=st.integers(1, 5), slow=st.booleans(),
@@ -42,7 +39,7 @@ class SlotMachine(RuleBasedStateMachine):
         self.model.reader.seconds = 0.0005 * slow
         banks = [((0, 1), slots_a), ((2,), slots_b)]
         self.cache = SharedExpertCache(self.model.layouts, banks, self.model.reader, policy)
-        self.held: list[tuple[mx.array, float]] = []  # outputs, and what they must come to
+        self.held = []
         self.unverified: list[tuple] = []
 
     def trouble(self, data):
@@ -63,7 +60,7 @@ class SlotMachine(RuleBasedStateMachine):
             self.model.reader.fail = ExpertReadError(errno.EIO, "injected")
         try:
             if line:
-                interrupt_at_line(line, run)
+                interrupt_at_line(line, run, CACHE)
             else:
                 run()
         except ExpertReadError:
@@ -216,29 +213,6 @@ class SlotMachine(RuleBasedStateMachine):
     def settle(self, data):
         self.act(data, self.cache.settle)
 
-    @rule()
-    def evaluate(self):
-        for y, expected in self.held:
-            assert y.item() == expected
-        self.held = []
-
-    @invariant()
-    def everything_agrees(self):
-        if not hasattr(self, "cache"):
-            return
-        if self.cache._loading is None:
-            self.cache.check()
-        for bank in self.cache._banks:
-            for layer, e in bank.owners().values():
-                self.bytes_are(layer, e, int(self.cache.table(layer)[e]))
-
-    def teardown(self):
-        if hasattr(self, "cache"):
-            self.evaluate()
-            for bank in self.cache._banks:
-                for key in list(bank.bets):
-                    self.cache._drop(bank, key)
-
 
 def run_machine(model, examples, steps):
     SlotMachine.model = model
@@ -270,7 +244,7 @@ def test_an_interrupt_at_any_line_of_a_hand_over_leaves_no_table_of_what_is_not_
         thread = threading.Thread(target=build)
         thread.start()
         thread.join()
-        where = interrupt_at_line(n, cache.settle)
+        where = interrupt_at_line(n, cache.settle, CACHE)
         cache.check()
         for bank in cache._banks:
             for layer, e in bank.owners().values():
@@ -288,7 +262,7 @@ def test_an_interrupt_at_any_line_of_an_eviction_leaves_no_victim_that_is_not_th
         cache._debug = False
         with cache.lock:
             cache.claim(0, [0, 1])
-            where = interrupt_at_line(n, lambda cache=cache: cache.claim(1, [0]))
+            where = interrupt_at_line(n, lambda cache=cache: cache.claim(1, [0]), CACHE)
             for experts in ([2, 3], [0, 1]):
                 cache.claim(1, experts)
                 model.assert_in_slots(cache, 1, experts)

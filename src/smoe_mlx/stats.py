@@ -7,7 +7,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .cache.bets import BetStats
-from .cache.experts import LayerStats, SharedExpertCache
+from .cache.experts import SharedExpertCache
+from .cache.stats import LayerStats
 from .config import StreamingConfig
 from .errors import UnsupportedModelError
 from .forward.decode import Decoding

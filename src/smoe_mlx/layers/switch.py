@@ -14,7 +14,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.switch_layers import SwiGLU, _gather_sort, _scatter_unsort
 
-from ..cache.experts import Arrays, SharedExpertCache
+from ..cache.bookkeeping import Arrays
+from ..cache.experts import SharedExpertCache
 from ..kernels.experts import FusedExperts
 from .lookahead import Predictor
 

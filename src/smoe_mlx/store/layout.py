@@ -5,12 +5,14 @@ are in that file at that offset. It serves stacked checkpoints (one tensor of al
 per-expert checkpoints (a tensor an expert) and vaults alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from ..errors import CheckpointError
+from .reader import ReadRequest
 from .safetensors import Checkpoint, TensorInfo
 
 
@@ -24,7 +26,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     nbytes: int
 
-    @property
+    @cached_property
     def name(self) -> str:
         return f"{self.projection}.{self.kind}"
 
@@ -55,6 +57,13 @@ class ExpertLayout:
     def name(self, expert: int) -> str:
         """What an error calls this layout's expert number `expert`."""
         return f"expert {expert if self.experts is None else self.experts[expert]}"
+
+    def reads(self, expert: int, buffers: Iterable[memoryview]) -> Iterator[ReadRequest]:
+        """The reads that bring an expert's tensors into `buffers`, one for each of `tensors`."""
+        name = self.name(expert)
+        labels = [(t.name, name, self.path) for t in self.tensors]
+        files, offsets = self.file_ids[:, expert].tolist(), self.offsets[:, expert].tolist()
+        return zip(files, offsets, buffers, labels, strict=True)
 
     @property
     def expert_nbytes(self) -> int:

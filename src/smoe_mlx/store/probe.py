@@ -58,11 +58,11 @@ def probe_disk(
         requests: list[ReadRequest] = []
         for i in range(records):
             layout = choose.choice(same)
-            expert, at = choose.randrange(layout.num_experts), i * room
-            for n, t in enumerate(layout.tensors):
-                file, offset = int(layout.file_ids[n, expert]), int(layout.offsets[n, expert])
-                requests.append((file, offset, memory[at : at + t.nbytes], (t.name,)))
+            buffers, at = [], i * room
+            for t in layout.tensors:
+                buffers.append(memory[at : at + t.nbytes])
                 at += -(-t.nbytes // PAGE) * PAGE
+            requests += layout.reads(choose.randrange(layout.num_experts), buffers)
         reader.read(requests)
 
     alone: list[float] = []
