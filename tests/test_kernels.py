@@ -18,6 +18,7 @@ from mlx_lm.models.switch_layers import SwiGLU
 
 import smoe_mlx
 from smoe_mlx import cli
+from smoe_mlx.cli import selftest as command
 from smoe_mlx.kernels import choose, experts, selftest
 from smoe_mlx.kernels.choose import KernelChooser
 from smoe_mlx.kernels.experts import (
@@ -640,11 +641,11 @@ def test_a_streamed_model(slots, emulate, fast):
 
 
 def test_the_command(emulate, fast, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "usual_geometries", lambda: {"small": (SMALL, SwiGLU())})
+    monkeypatch.setattr(command, "usual_geometries", lambda: {"small": (SMALL, SwiGLU())})
     assert cli.main(["selftest"]) == 1
     assert "no GPU" in capsys.readouterr().err
     emulate()
-    monkeypatch.setattr(cli, "backend", lambda: "metal")
+    monkeypatch.setattr(command, "backend", lambda: "metal")
     assert cli.main(["selftest"]) == 0
     said = capsys.readouterr().out
     assert "small (64 x 64 q4g64 bfloat16): right; error 0.0015 (mlx-lm's " in said

@@ -390,7 +390,7 @@ def test_lossy_decode_is_never_silent_and_is_exact_with_all_in_memory(tiny, caps
     s = stats(model)
     assert s.dropped > 0
     assert f"LOSSY             {s.dropped:,} experts left out" in str(s)
-    from smoe_mlx.cli import one_line
+    from smoe_mlx.cli.generate import one_line
 
     last = list(smoe_mlx.stream_generate(model, tokenizer, "a", max_tokens=3))[-1]
     assert f"LOSSY ({stats(model).dropped:,} experts left out)" in one_line(last, stats(model))

@@ -18,6 +18,7 @@ import pytest
 
 import smoe_mlx
 from smoe_mlx import cli
+from smoe_mlx.cli.flags import streaming_config
 from smoe_mlx.errors import SmoeError
 from smoe_mlx.server.app import running
 from smoe_mlx.server.fleet import parse_models
@@ -95,7 +96,7 @@ def serving(*argv):
     assert models
     args = cli.build_parser().parse_args(["server", *argv, "--port", "0"])
     args.models = parse_models(args.models)
-    with running(args, cli._config(args)) as httpd:
+    with running(args, streaming_config(args)) as httpd:
         thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -312,7 +313,7 @@ def test_key():
 def test_the_port_is_taken(server):
     args = cli.build_parser().parse_args(["server", "demo", "--port", str(server.port)])
     args.models = parse_models(args.models)
-    with pytest.raises(SmoeError, match="cannot listen"), running(args, cli._config(args)):
+    with pytest.raises(SmoeError, match="cannot listen"), running(args, streaming_config(args)):
         pass
 
 

@@ -1,0 +1,86 @@
+"""`smoe-mlx plan`, `doctor` and `bench`: will it run, in how much memory, how fast."""
+
+import argparse
+import json
+import time
+from typing import Any
+
+from mlx_lm.utils import load_tokenizer
+
+from ..bench import BUDGETS, bench
+from ..doctor import diagnose
+from ..hub import find_model
+from ..load import plan as make_plan
+from ..trace import load_trace
+from .flags import DEMO_PROMPT, add_budget, add_model, budgets, model_name, streaming_config
+
+
+def add_commands(commands: Any) -> None:
+    """plan, doctor, bench."""
+    plan = commands.add_parser("plan", help="say what would be in memory, from headers alone")
+    add_model(plan)
+    add_budget(plan)
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.set_defaults(run=run_plan)
+
+    doctor = commands.add_parser("doctor", help="will it run here, how fast, and what to do for it")
+    add_model(doctor)
+    add_budget(doctor)
+    doctor.add_argument("--sim-ram", metavar="16GB", help="ask for a machine with this memory")
+    doctor.add_argument("--sim-disk", metavar="3GB/s", help="ask for one with this disk")
+    doctor.add_argument("--trace", help="take the hit rate from what smoe-mlx trace wrote")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=run_doctor)
+
+    bench_ = commands.add_parser("bench", help="the speed that is forecast, and the one measured")
+    add_model(bench_)
+    add_budget(bench_)
+    bench_.add_argument("--prompt", "-p", default=DEMO_PROMPT)
+    bench_.add_argument("--max-tokens", "-m", type=int, default=48, help="default: 48")
+    bench_.add_argument(
+        "--budgets", type=budgets, default=BUDGETS, help="as --slots: numbers or shares"
+    )
+    bench_.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="count what the process computes: on machines that others use too, on a CPU",
+    )
+    bench_.add_argument("--json", action="store_true", help="print JSON")
+    bench_.set_defaults(run=run_bench, decode="exact")
+
+
+def run_plan(args: argparse.Namespace) -> None:
+    plan = make_plan(
+        model_name(args),
+        revision=args.revision,
+        trust_remote_code=args.trust_remote_code,
+        config=streaming_config(args),
+    )
+    print(json.dumps(plan.as_dict(), indent=2) if args.json else plan)
+
+
+def run_doctor(args: argparse.Namespace) -> None:
+    diagnosis = diagnose(
+        model_name(args),
+        streaming_config(args),
+        args.revision,
+        args.trust_remote_code,
+        args.sim_ram,
+        args.sim_disk,
+        None if args.trace is None else load_trace(args.trace),
+    )
+    print(json.dumps(diagnosis.as_dict(), indent=2) if args.json else diagnosis)
+
+
+def run_bench(args: argparse.Namespace) -> None:
+    folder = find_model(model_name(args), args.revision)
+    result = bench(
+        folder,
+        load_tokenizer(folder).encode(args.prompt),
+        streaming_config(args),
+        args.budgets,
+        args.max_tokens,
+        args.trust_remote_code,
+        time.process_time if args.cpu_time else time.perf_counter,
+    )
+    print(json.dumps(result.as_dict(), indent=2) if args.json else result)

@@ -1,0 +1,44 @@
+"""`smoe-mlx selftest`: the expert kernels on this GPU."""
+
+import argparse
+import platform
+from typing import Any
+
+import mlx.core as mx
+
+from .. import __version__
+from ..errors import SmoeError
+from ..kernels.experts import FusedExperts, backend
+from ..kernels.selftest import operations, self_test, usual_geometries
+
+
+def add_commands(commands: Any) -> None:
+    """selftest."""
+    selftest = commands.add_parser(
+        "selftest", help="are the expert kernels right on this GPU, and faster?"
+    )
+    selftest.set_defaults(run=run_selftest)
+
+
+def run_selftest(args: argparse.Namespace) -> None:
+    where = backend()
+    if where is None:
+        raise SmoeError("MLX's default device is no GPU here: there are no kernels to test.")
+    device = {k: v for k, v in mx.device_info().items() if "name" in k or "arch" in k}
+    mlx = mx.__version__  # type: ignore[attr-defined]
+    print(f"smoe-mlx {__version__}, MLX {mlx}, {platform.platform()}, {where}: {device}")
+    bad = []
+    for name, (geometry, activation) in usual_geometries().items():
+        print(f"{name} ({geometry}): ", end="", flush=True)
+        try:
+            stock = operations(geometry, activation)
+            verdict = self_test(FusedExperts(geometry), stock, activation)
+        except Exception as e:  # whatever MLX, a driver or a compiler raises: report it, go on
+            print(f"FAILED\n{e}")
+            bad.append(name)
+            continue
+        if verdict.fault:
+            bad.append(name)
+        print(verdict)
+    if bad:
+        raise SmoeError(f"the kernels are not right here for {', '.join(bad)}; they are not used.")
