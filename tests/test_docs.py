@@ -129,3 +129,13 @@ def test_every_benchmark_starts(path):
     """What it imports is there. (Nothing else in the tests runs them.)"""
     out = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True)
     assert out.returncode == 0, out.stderr
+
+
+def test_a_table_of_a_single_turn(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from speculative import table
+
+    counts = dict.fromkeys(("cpu_ms", "bytes", "passes", "drafted", "accepted"), 1)
+    runs = {("free", way, "1"): [{"turns": [0.5], **counts}] for way in ("plain", "lookup")}
+    args = argparse.Namespace(texts=["free"], turn=32, tokens=33)
+    assert "(1.00-1.00)" in table(args, [("plain", "1"), ("lookup", "1")], runs)
