@@ -181,7 +181,7 @@ def table(args: argparse.Namespace, ways: list, runs: dict) -> str:
 
             times = [t for r in mine for t in r["turns"]]
             ratios = [b / t for b, t in zip(base, times, strict=True)]
-            low, ratio, high = statistics.quantiles(ratios, n=4)
+            low, ratio, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
             lines.append(
                 f"{name:<7}{way:<14}{'-' if way == 'plain' else n:>7}"
                 f"{1e3 * statistics.median(times) / args.turn:>10.2f}{ratio:>9.2f}"

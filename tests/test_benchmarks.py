@@ -28,7 +28,7 @@ ARGUMENTS = {
     "serve.py": "--turns 2 --max-tokens 4",
     "shatter.py": "{demo} --rounds 1",
     "soak.py": "--rounds 1 --requests 4",
-    "speculative.py": "--tokens 9 --turn 4 --rounds 1 --texts code --ways plain lookup",
+    "speculative.py": "--tokens 5 --turn 4 --rounds 1 --texts code --ways plain lookup",
     "sync.py": "--tokens 4 --rounds 1",
 }
 

@@ -188,6 +188,7 @@ class Hub(BaseHTTPRequestHandler):
 
     files: ClassVar[dict[str, Path]] = {}
     sent = 0
+    whole: ClassVar[tuple[str, ...]] = ()  # are sent as a whole, whatever was asked for
 
     def do_HEAD(self):
         self.answer(body=False)
@@ -204,13 +205,15 @@ class Hub(BaseHTTPRequestHandler):
             self.end_headers()
             return
         data, size = path.read_bytes(), path.stat().st_size
-        status = 200
-        if body and (wanted := self.headers.get("Range")):
+        status, part = 200, ""
+        if body and path.name not in self.whole and (wanted := self.headers.get("Range")):
             first, last = wanted.removeprefix("bytes=").split("-")
             data = data[int(first) : int(last) + 1]
-            status = 206
+            status, part = 206, f"bytes {first}-{int(first) + len(data) - 1}/{size}"
         self.send_response(status)
         self.send_header("Content-Length", str(len(data) if body else size))
+        if part:
+            self.send_header("Content-Range", part)
         self.send_header("ETag", f'"{path.name}"')
         self.send_header("X-Repo-Commit", "0" * 40)
         self.end_headers()
@@ -249,6 +252,53 @@ def test_of_a_hub_repository_only_headers_are_read(hub, tmp_path):
     assert "assumed" in d.disk_source
     assert 0 < hub.sent < size / 10
     assert not list((tmp_path / "hub").rglob("*.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def vault(tmp_path_factory):
+    return smoe_mlx.shatter("demo", tmp_path_factory.mktemp("vault") / "demo")
+
+
+def test_of_a_vault_on_the_hub_only_its_table_is_read(hub, vault, tmp_path, monkeypatch):
+    monkeypatch.setattr(Hub, "files", {p.name: p for p in vault.iterdir()})
+    config = StreamingConfig(slots=0.25)
+    d = diagnose("owner/model", config)
+    assert d.plan == diagnose(str(vault), config).plan
+    size = sum(p.stat().st_size for p in vault.iterdir() if p.suffix in (".smoe", ".safetensors"))
+    assert d.download_nbytes == pytest.approx(size, rel=0.01)
+    assert 0 < hub.sent < size / 10
+    assert not list((tmp_path / "hub").rglob("*.smoe"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        (lambda data: b"<html>" + data[6:], "not a vault"),
+        (lambda data: data[:8] + b"\xff" * 40 + data[48:], "newer"),
+        (lambda data: data[:100] + b"!" + data[101:], "damaged"),
+        (lambda data: data[:-4096], "truncated"),
+        (lambda data: b"", "not a vault|parts of a file"),
+        (None, "owner/model"),
+    ],
+    ids=["page", "numbers", "header", "short", "empty", "missing"],
+)
+def test_a_damaged_vault_on_the_hub_is_refused(damage, word, hub, vault, tmp_path, monkeypatch):
+    files = {p.name: p for p in vault.iterdir()}
+    whole = files.pop("experts.smoe")
+    if damage is not None:
+        files["experts.smoe"] = tmp_path / "damaged"
+        files["experts.smoe"].write_bytes(damage(whole.read_bytes()))
+    monkeypatch.setattr(Hub, "files", files)
+    with pytest.raises(CheckpointError, match=word):
+        diagnose("owner/model", StreamingConfig(slots=0.25))
+    assert hub.sent < whole.stat().st_size / 4  # nor is more than that fetched to find out
+
+
+def test_a_server_that_sends_no_parts_is_not_asked_for_a_whole_vault(hub, vault, monkeypatch):
+    monkeypatch.setattr(Hub, "files", {p.name: p for p in vault.iterdir()})
+    monkeypatch.setattr(Hub, "whole", ("experts.smoe",))
+    with pytest.raises(CheckpointError, match="does not send parts"):
+        diagnose("owner/model", StreamingConfig(slots=0.25))
 
 
 def test_a_repository_without_safetensors_is_named(hub, monkeypatch):

@@ -15,6 +15,7 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 import smoe_mlx
+from smoe_mlx.config import parse_bytes
 
 DEMO = Path(smoe_mlx.__file__).parent / "demo"
 
@@ -62,7 +63,7 @@ def run(folder: Path, **options: object) -> dict:
     return json.loads(out.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("budget", ["smallest", "useful", "quarter", "everything"])
+@pytest.mark.parametrize("budget", ["smallest", "useful", "25MB", "quarter", "34MB", "everything"])
 def test_peak_memory_stays_within_the_plan(budget):
     plan = smoe_mlx.plan(DEMO, slots=0.25)
     memory = {
@@ -70,11 +71,15 @@ def test_peak_memory_stays_within_the_plan(budget):
         "useful": plan.useful,
         "quarter": plan.minimum + plan.experts_nbytes // 4,
         "everything": plan.full,
-    }[budget]
+    }.get(budget, budget)
     got = run(DEMO, memory=memory, context=1024)
-    assert got["plan"] <= memory
+    assert got["plan"] <= parse_bytes(memory)
     assert got["peak"] <= 1.02 * got["plan"]
     assert got["misses"] > 0 or budget == "everything"
+    # The prompt goes layer by layer in as many chunks at once as the plan says.
+    told = smoe_mlx.plan(DEMO, config=smoe_mlx.StreamingConfig(memory=memory, context=1024))
+    assert (told.prompt_states > 0) == (budget == "34MB")
+    assert got["passes"] == (budget != "everything") * -(-1015 // told.prefill_tokens)
     if got["rss"] is not None:
         assert got["rss"] <= got["plan"] + 150_000_000
 

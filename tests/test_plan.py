@@ -145,6 +145,7 @@ def check_plan(plan: MemoryPlan, layouts, shape: ModelShape) -> None:
     assert (plan.backbone, plan.kv_cache) == (shape.backbone_nbytes, shape.kv_nbytes)
     assert plan.activations == activation_nbytes(shape, plan.prefill_step)
     assert plan.prefill_step <= plan.prefill_tokens <= plan.context
+    assert plan.prefill_tokens in (plan.context, *range(0, plan.context, plan.prefill_step))
     assert plan.num_experts == sum(x.num_experts for x in layouts)
     assert plan.experts_nbytes == sum(x.nbytes for x in layouts)
     assert plan.minimum <= plan.useful <= plan.full
@@ -309,6 +310,16 @@ def test_more_memory_never_gives_fewer_slots():
     least = plan_of(plain, plain_shape, slots=1).minimum
     slots = [plan_of(plain, plain_shape, memory=least + 1_000_000 * i).slots for i in range(8, 200)]
     assert slots == sorted(slots)
+
+
+def test_memory_for_a_prompt_s_states_is_given_in_whole_chunks():
+    """Chunks are not cut, so that less than one more would lie idle."""
+    options = {"shape": replace(plain_shape, context=1024), "prefill_step": 64}
+    least = plan_of(plain, slots=1, **options).minimum
+    plans = [plan_of(plain, memory=least + 250_000 * i, **options) for i in range(50)]
+    chunks = {p.prefill_tokens / p.prefill_step for p in plans if p.slots < p.num_experts}
+    assert chunks >= {1, 2}
+    assert all(n == int(n) for n in chunks)
 
 
 def amount_in(error: BudgetError) -> str:

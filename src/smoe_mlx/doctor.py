@@ -172,7 +172,8 @@ def diagnose(
             told = None
             if plan is not None and compute is not None:
                 told = forecast(plan, config, compute, disk, trace)
-            download = sum(f.fingerprint.size for f in files) if is_remote else 0
+            fetched = [*checkpoint.files, *([vault] if vault else [])] if is_remote else []
+            download = sum(f.fingerprint.size for f in fetched)
             notes = _advice(whole, plan, problem, total, available, told)
             notes += known_problems(download)
             if sim_ram is not None and compute is not None:
@@ -207,7 +208,10 @@ def _headers(name: str, revision: str | None) -> Iterator[tuple[Path, bool]]:
         return
     with tempfile.TemporaryDirectory() as temporary:
         fetch_headers(name, revision, Path(temporary))
-        yield Path(temporary), True
+        try:
+            yield Path(temporary), True
+        except CheckpointError as e:
+            raise type(e)(str(e).replace(temporary, name)) from e
 
 
 # ---- the disk ------------------------------------------------------------------------------------

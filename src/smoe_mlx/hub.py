@@ -18,9 +18,12 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
     SafetensorsParsingError,
 )
+from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from .errors import CheckpointError, ModelNotFoundError
+from .model_config import read_config
+from .store.vault import PREAMBLE, VAULT_FILE, front_nbytes
 
 DEMO = "demo"
 # What the Hub's client raises without a connection, whichever HTTP library it is made of.
@@ -46,7 +49,7 @@ def find_model(path_or_repo: str | os.PathLike[str], revision: str | None = None
     with _explained(name, revision):
         return Path(
             huggingface_hub.snapshot_download(
-                name, revision=revision, allow_patterns=DEFAULT_ALLOW_PATTERNS
+                name, revision=revision, allow_patterns=[*DEFAULT_ALLOW_PATTERNS, VAULT_FILE]
             )
         )
 
@@ -75,7 +78,8 @@ def find_local(path_or_repo: str | os.PathLike[str]) -> Path | None:
 def fetch_headers(repo: str, revision: str | None, folder: Path) -> None:
     """Make of `folder` what a Hub repository's would be, with files of full length but no weights.
 
-    Only config.json, the index and the headers of the weights are fetched, by ranged reads.
+    Only config.json, the index and the headers of the weights are fetched, by ranged reads; of a
+    vault, the table as well.
 
     Raises:
         ModelNotFoundError: there is no such repository, or no connection.
@@ -85,14 +89,21 @@ def fetch_headers(repo: str, revision: str | None, folder: Path) -> None:
     with _explained(repo, revision):
         try:
             config = api.hf_hub_download(repo, "config.json", revision=revision)
+            (folder / "config.json").write_bytes(Path(config).read_bytes())
             found = api.get_safetensors_metadata(repo, revision=revision)
+            if "smoe_mlx" in read_config(folder):
+                url = huggingface_hub.hf_hub_url(
+                    repo, VAULT_FILE, revision=revision, endpoint=api.endpoint
+                )
+                _fetch_front(url, folder / VAULT_FILE)
         except LocalEntryNotFoundError:
             raise
         except (NotASafetensorsRepoError, SafetensorsParsingError, EntryNotFoundError) as e:
-            raise CheckpointError(f"{repo}: no safetensors checkpoint ({e}).") from e
+            raise CheckpointError(
+                f"{repo}: no safetensors checkpoint, or a part of it ({e})."
+            ) from e
         except HTTPX_ERRORS as e:
             raise e if isinstance(e, OSError) else OSError(str(e)) from e
-    (folder / "config.json").write_bytes(Path(config).read_bytes())
     for name, file in found.files_metadata.items():
         if Path(name).name != name:
             raise CheckpointError(f"{repo}: {name!r} is not a plain file name")
@@ -105,6 +116,25 @@ def fetch_headers(repo: str, revision: str | None, folder: Path) -> None:
         with open(folder / name, "wb") as f:
             f.write(len(header).to_bytes(8, "little") + header)
             f.truncate(8 + len(header) + end)
+
+
+def _fetch_front(url: str, path: Path) -> None:
+    """Make a file of a vault's length that holds its header and table."""
+    first, size = _fetch_range(url, PREAMBLE.size)
+    with path.open("wb") as f:
+        f.write(_fetch_range(url, front_nbytes(first))[0])
+        f.truncate(size)
+
+
+def _fetch_range(url: str, nbytes: int) -> tuple[bytes, int]:
+    """(the first bytes of a file on the Hub, the length of all of it)."""
+    headers = {**build_hf_headers(), "range": f"bytes=0-{nbytes - 1}"}
+    with huggingface_hub.get_session().stream("GET", url, headers=headers, timeout=10) as response:
+        huggingface_hub.hf_raise_for_status(response)
+        size = response.headers.get("content-range", "").rpartition("/")[2]
+        if response.status_code != 206 or not size.isdecimal():
+            raise CheckpointError(f"{url}: the server does not send parts of a file.")
+        return response.read(), int(size)
 
 
 @contextlib.contextmanager

@@ -310,6 +310,11 @@ def plan_banks(
     )
 
 
+def count_slots(slots: int | float, total: int, fewest: int) -> int:
+    """`slots` of `StreamingConfig` as a number: a float is a share of `total`."""
+    return max(fewest, round(slots * total)) if isinstance(slots, float) else slots
+
+
 def make_plan(
     layouts: Sequence[ExpertLayout],
     shape: ModelShape,
@@ -348,6 +353,14 @@ def make_plan(
         token = state_nbytes(shape, step, outputs)
         return -(-(context - step) * (token * step + graph) // step)
 
+    def whole_chunks(room: float, step: int, outputs: bool) -> int:
+        """What of `room` the states of a prompt can use: as many chunks as fit, or all."""
+        most = longest(step, False)
+        if room >= most and not outputs:
+            return most
+        chunk = state_nbytes(shape, step, outputs) * step + graph
+        return max(0, int(min(room, most)) // chunk * chunk)
+
     def outputs(slots: int) -> bool:
         banks = plan_banks(layouts, slots, max_buffer_nbytes)
         return any(b.slots < max(layouts[i].num_experts for i in b.layers) for b in banks)
@@ -365,7 +378,7 @@ def make_plan(
     available, page_cache = None, 0
     if config.slots is not None:
         step, slots = steps[0], config.slots
-        slots = max(fewest, round(slots * total)) if isinstance(slots, float) else slots
+        slots = count_slots(slots, total, fewest)
         states = longest(step, outputs(slots)) if slots < total else 0
     else:
         room = memory
@@ -394,14 +407,15 @@ def make_plan(
             # A wide prefill reads less in all: leave it up to a quarter of what is not backbone,
             # and an eighth of the rest to the hidden states of a prompt.
             free = room - shape.backbone_nbytes - kv - OVERHEAD_NBYTES
-            widths = [activations(s) + buffers(s) for s in (steps[0], steps[-1])]
-            wide = max(min(free / 4, widths[0]), widths[1])
-            states = min(int((free - wide) / 8), longest(steps[0], False))
+            widths = {s: activations(s) + buffers(s) for s in steps}
+            wide = max(min(free / 4, widths[steps[0]]), widths[steps[-1]])
+            step = next((s for s in steps if widths[s] <= wide), steps[-1])
+            states = whole_chunks((free - wide) / 8, step, False)
             enough = reads if slots >= reads else fewest  # fewer get hardly any hits
             slots = max(enough, most_slots(free - wide - states))
         rest = room - slots_nbytes(slots)
         step = next((s for s in steps if fixed(s) + states <= rest), steps[-1])
-        states = max(0, min(states, rest - fixed(step)))
+        states = whole_chunks(min(states, rest - fixed(step)), step, outputs(slots))
     banks = plan_banks(layouts, slots, max_buffer_nbytes)
     if config.hot_per_layer:
         for bank in banks:

@@ -14,9 +14,10 @@ import numpy as np
 
 from .cache.experts import SharedExpertCache
 from .cache.policy import POLICIES, Key
+from .config import StreamingConfig
 from .errors import BudgetError
 from .layers.switch import SORT_FROM, without_zero_experts
-from .plan import BankPlan, format_bytes, plan_banks
+from .plan import BankPlan, count_slots, format_bytes, plan_banks
 from .store.layout import ExpertLayout, TensorSpec
 from .store.reader import ExpertReader
 from .trace import Trace
@@ -292,16 +293,15 @@ def report(trace: Trace, policies: Sequence[str], budgets: Sequence[int | float]
         ValueError: no such policy.
         BudgetError: a budget that is no number of slots of this model.
     """
-    total = sum(trace.num_experts)
     results = []
-    for budget in dict.fromkeys(_slots(b, total, len(set(trace.banks))) for b in budgets):
-        results += [replay(trace, policy, budget) for policy in dict.fromkeys(policies)]
-        results.append(optimal(trace, budget))
+    for slots in dict.fromkeys(_slots(trace, b) for b in budgets):
+        results += [replay(trace, policy, slots) for policy in dict.fromkeys(policies)]
+        results.append(optimal(trace, slots))
     return Report(
         model=trace.model,
         tokens=trace.tokens,
         prompt_tokens=trace.prompt_tokens,
-        num_experts=total,
+        num_experts=sum(trace.num_experts),
         layers=trace.num_layers,
         top_k=max(trace.top_k),
         expert_nbytes=max(trace.expert_nbytes),
@@ -310,11 +310,10 @@ def report(trace: Trace, policies: Sequence[str], budgets: Sequence[int | float]
     )
 
 
-def _slots(budget: int | float, total: int, fewest: int) -> int:
-    if isinstance(budget, float):
-        if not 0 < budget <= 1:
-            raise BudgetError(f"slots={budget}: a share of all experts is in (0, 1]")
-        return max(fewest, round(budget * total))
-    if not fewest <= budget <= total:
-        raise BudgetError(f"slots={budget}: this model has {total} experts; at least {fewest}")
-    return budget
+def _slots(trace: Trace, budget: int | float) -> int:
+    StreamingConfig(slots=budget)  # refuses what is no budget
+    total = sum(trace.num_experts)
+    slots = count_slots(budget, total, len(set(trace.banks)))
+    if slots > total:
+        raise BudgetError(f"slots={budget}: this model has {total} experts")
+    return slots

@@ -10,7 +10,6 @@ import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .errors import TraceError
 from .stats import streaming_of
+from .store.files import replacing
 
 VERSION = 1
 MAX_HEADER_NBYTES = 1 << 20
@@ -73,24 +73,19 @@ class Trace:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace; a file of this name is replaced when the new one is whole."""
-        path = Path(path)
         header = {"format": "smoe-mlx trace", "version": VERSION, "model": self.model}
         header |= {name: getattr(self, name) for name in NUMBERS}
         header |= {name: list(getattr(self, name)) for name in LISTS}
-        part = path.with_name(path.name + ".part")
         try:
-            with part.open("wb") as f:
+            with replacing(path) as f:
                 np.savez_compressed(
                     f,
                     header=np.frombuffer(json.dumps(header).encode(), np.uint8),
                     calls=self.calls.astype(np.int32),
                     ids=self.ids.astype(np.int32),
                 )
-            part.replace(path)
         except OSError as e:
             raise TraceError(f"{path}: cannot be written ({e.strerror or e}).") from e
-        finally:
-            part.unlink(missing_ok=True)
 
 
 def load_trace(path: str | os.PathLike[str]) -> Trace:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
 from ..errors import CheckpointChangedError, CheckpointError
 
@@ -108,18 +108,26 @@ def read_json(path: str | os.PathLike[str], most: int) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def write_json(path: Path, document: Any) -> None:
-    """Write a JSON file; one of this name is replaced when the new one is whole. Raises OSError."""
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A file to write; it takes the place of the one of this name when it is whole, and on disk."""
+    path = Path(path)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         part.unlink(missing_ok=True)  # left over, or a link that a stranger put there
-        with part.open("x", encoding="utf-8") as f:
-            json.dump(document, f)
+        with part.open("xb") as f:
+            yield f
             f.flush()
             os.fsync(f.fileno())
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write a JSON file; one of this name is replaced when the new one is whole. Raises OSError."""
+    with replacing(path) as f:
+        f.write(json.dumps(document).encode())
 
 
 def cache_folder() -> Path:

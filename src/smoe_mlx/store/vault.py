@@ -158,6 +158,15 @@ def front_matter(plan: VaultPlan) -> bytes:
     return first[:-4] + struct.pack("<I", zlib.crc32(first[:-4])) + body
 
 
+def front_nbytes(first: bytes) -> int:
+    """Bytes of preamble, header and table as the preamble says; of a damaged one, only its own."""
+    if len(first) != PREAMBLE.size or zlib.crc32(first[:-4]) != PREAMBLE.unpack(first)[-1]:
+        return PREAMBLE.size
+    header_nbytes, count = PREAMBLE.unpack(first)[3:5]
+    table_nbytes = min(count, MAX_RECORDS) * ENTRY.itemsize
+    return int(PREAMBLE.size + min(header_nbytes, MAX_HEADER_NBYTES) + table_nbytes)
+
+
 class Vault(OpenFile):
     """An opened vault: its layers, and where each expert's record lies.
 
