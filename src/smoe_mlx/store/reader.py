@@ -251,9 +251,10 @@ class _File:
             at += len(buffer)
 
     def close(self) -> None:
-        if self.own_fd >= 0:
-            os.close(self.own_fd)
-            self.own_fd = -1
+        fd, self.own_fd = self.own_fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # of a disk that is gone
+                os.close(fd)
 
 
 def _read_and_upload(uploader: Uploader, file: _File, read: _Read) -> None:
