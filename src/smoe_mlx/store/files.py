@@ -53,10 +53,14 @@ class OpenFile:
         return data
 
     def check_unchanged(self) -> None:
-        """Raise `CheckpointChangedError` if the file is not the one that was opened."""
+        """Raise `CheckpointChangedError` if the file is not the one that was opened.
+
+        An OSError names the file: its disk is gone.
+        """
         if self._fd < 0:
             raise CheckpointChangedError(f"{self.path} was closed. Load the model again.")
-        now = os.fstat(self._fd)
+        with naming(self.path):
+            now = os.fstat(self._fd)
         if now.st_nlink == 0:
             raise CheckpointChangedError(
                 f"{self.path} was removed or replaced after it was loaded. Load the model again."
