@@ -6,7 +6,8 @@
 Each round loads the demo model with options drawn by chance (slots, decode mode, threads, ways to
 read ahead, policy, remembered usage, pins), makes some requests (sampled or greedy, quantised or
 rotating KV caches, drafts, prewarming meanwhile, some on another thread) and frees it. Some
-requests are cancelled; in some, reads are slow, come short, or fail. Whatever comes out until then
+requests are cancelled; in some, reads are slow, come short, or fail, or slots are given back and
+taken again between two tokens or by another thread. Whatever comes out until then
 must be what mlx-lm generates with everything in memory. After each round memory, descriptors and
 threads are what they were after the first one. Stops with status 1 where that is not so.
 """
@@ -16,6 +17,7 @@ import contextlib
 import errno
 import gc
 import itertools
+import json
 import os
 import random
 import sys
@@ -36,6 +38,7 @@ import smoe_mlx
 from smoe_mlx.generate import speculative_generate_step
 from smoe_mlx.hub import find_model
 
+SLOTS = (8, 16, 0.1, 0.25, 0.5, 0.75, 511, 1.0)
 WARM_UP = 8  # rounds after which memory is to grow no more
 MOST_GROWTH = 0.1  # of resident memory, since then
 MOST_MLX = 1 << 16  # bytes of MLX arrays, since the first round
@@ -107,6 +110,7 @@ class Report:
     modes: Counter = field(default_factory=Counter)  # tokens by how they were decoded
     bets: int = 0
     evictions: int = 0
+    resizes: int = 0
     prewarmed: int = 0
     accepted: int = 0
     footprints: list[Footprint] = field(default_factory=list)
@@ -125,9 +129,12 @@ class Report:
                 return f"resident memory: {warm} after {WARM_UP} rounds, now {last.rss}"
         return ""
 
+    def figures(self) -> dict:
+        warm, last = self.footprints[min(WARM_UP, self.rounds) - 1], self.footprints[-1]
+        return {**vars(self), "footprints": {"warm": vars(warm), "end": vars(last)}}
+
     def __str__(self) -> str:
-        warm = self.footprints[min(WARM_UP, self.rounds) - 1]
-        last = self.footprints[-1]
+        warm, last = self.footprints[min(WARM_UP, self.rounds) - 1], self.footprints[-1]
         ended = ", ".join(f"{n:,} {how}" for how, n in self.requests.most_common())
         modes = ", ".join(f"{m} {n:,}" for m, n in self.modes.most_common() if n)
         return (
@@ -135,7 +142,8 @@ class Report:
             f"{sum(self.requests.values()):,} requests ({ended})\n"
             f"{self.tokens:,} tokens, {self.compared:,} compared with mlx-lm's: all equal\n"
             f"decoded: {modes}; {self.accepted:,} drafts accepted\n"
-            f"{self.evictions:,} evictions, {self.bets:,} bets, {self.prewarmed:,} prewarmed\n"
+            f"{self.evictions:,} evictions, {self.resizes:,} resizes, {self.bets:,} bets, "
+            f"{self.prewarmed:,} prewarmed\n"
             f"resident memory {warm.rss / 1e6:.1f} -> {last.rss / 1e6:.1f} MB, "
             f"MLX {warm.mlx / 1e6:.1f} -> {last.mlx / 1e6:.1f} MB, "
             f"descriptors {warm.descriptors} -> {last.descriptors}, "
@@ -184,7 +192,7 @@ class Soak:
         """Load, make some requests, free."""
         start, dice = time.perf_counter(), self.dice
         config = smoe_mlx.StreamingConfig(
-            slots=dice.choice((8, 16, 0.1, 0.25, 0.5, 0.75, 511, 1.0)),
+            slots=dice.choice(SLOTS),
             decode=dice.choice(("auto", "exact", "lag1", "token")),
             threads=dice.choice((0, 1, 2, 4)),
             io=dice.choice(("pread", "pread", "direct")),
@@ -223,6 +231,7 @@ class Soak:
         extra = dice.choice(({}, {}, {"prompt_lookup": 2}, {"draft_model": self.reference}))
         if options or temperature:  # drafts of one text are compared with mlx-lm's plain way only
             extra = {}
+        resize_at = {i: dice.choice(SLOTS) for i in range(most) if dice.random() < 0.04}
         cancel_after = dice.randrange(most) if dice.random() < 0.2 else -1
         disk.slow, disk.short = dice.choice((0, 0.3)), dice.choice((0, 0, 0.1))
         if config.io == "direct":  # a system that stops inside a page there is taken for broken
@@ -240,6 +249,8 @@ class Soak:
             try:
                 for token, _, _ in steps:
                     got.append(int(token))
+                    if slots := resize_at.get(len(got)):
+                        self._resize(model, slots)
                     if len(got) == cancel_after:
                         ended = "cancelled"
                         break
@@ -251,9 +262,11 @@ class Soak:
                 steps.close()
 
         apart = dice.random() < 0.15
-        helper = None
-        if dice.random() < 0.2:
+        helper, chance, slots = None, dice.random(), dice.choice(SLOTS)
+        if chance < 0.2:
             helper = self.idle_thread.submit(self._prewarm, model)
+        elif chance < 0.3:
+            helper = self.idle_thread.submit(self._resize, model, slots)
         if apart:
             self.other_thread.submit(run).result()
         else:
@@ -270,6 +283,10 @@ class Soak:
                 sys.exit(f"not mlx-lm's tokens\n{got}\n{expected}\n{config}\n{options}{extra}")
             self.report.compared += len(got)
         return ended
+
+    def _resize(self, model, slots: int | float) -> None:
+        smoe_mlx.resize(model, slots=slots)
+        self.report.resizes += 1
 
     @staticmethod
     def _prewarm(model) -> None:
@@ -300,8 +317,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="at least so many")
     parser.add_argument("--requests", type=int, default=10, help="in a round")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the figures there as well")
     args = parser.parse_args()
-    print(soak(args.minutes, args.rounds, args.requests, args.seed), flush=True)
+    report = soak(args.minutes, args.rounds, args.requests, args.seed)
+    print(report, flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(report.figures(), indent=1))
     os._exit(0)  # MLX aborts at exit where a thread that had generated has ended
 
 

@@ -1,5 +1,6 @@
 """What the documents show is run: code blocks, commands, printed plans, options, links."""
 
+import argparse
 import re
 import shlex
 from pathlib import Path

@@ -40,6 +40,7 @@ from .skeleton import (
 )
 from .stats import Streaming
 from .store.cuda import make_uploader
+from .store.files import mlx_reads
 from .store.reader import ExpertReader
 from .store.safetensors import Checkpoint, SafetensorsMmap
 from .store.vault import VAULT_FILE, Vault
@@ -116,7 +117,8 @@ def load_model(
             model.eval()
         _install_usage(folder, model._streaming, config)
         if not lazy:
-            mx.eval(model)  # not only its parameters: some models keep lazy constants besides
+            with mlx_reads(folder):
+                mx.eval(model)  # not only its parameters: some models keep lazy constants besides
     except BaseException:
         for file in (*checkpoint.files, *([vault] if vault else [])):
             file.close()

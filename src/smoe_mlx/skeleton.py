@@ -36,6 +36,7 @@ from .layers.lookahead import look_up
 from .layers.switch import Projection
 from .model_config import read_config
 from .plan import PREFILL_STEPS, LayerShape, ModelShape
+from .store.files import mlx_reads
 from .store.layout import ExpertLayout, layout_from_checkpoint
 from .store.safetensors import Checkpoint
 from .store.vault import Vault
@@ -121,13 +122,14 @@ def build_skeleton(
     switches: list[Switch] = []
     hook = _model_classes(folder, switches, trust_remote_code, vault, keep_arrays)
     try:
-        model, config = load_model(
-            folder,
-            lazy=True,
-            # A custom model file is imported by the hook, so that experts are kept out there too.
-            model_config={**(model_config or {}), "model_file": None},
-            get_model_classes=hook,
-        )
+        with mlx_reads(folder):
+            model, config = load_model(
+                folder,
+                lazy=True,
+                # A custom model file is imported by the hook, which keeps experts out there too.
+                model_config={**(model_config or {}), "model_file": None},
+                get_model_classes=hook,
+            )
     except FileNotFoundError as e:
         raise CheckpointError(f"{folder}: {e}") from e
     except KeyError as e:

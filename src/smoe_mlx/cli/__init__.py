@@ -17,15 +17,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         args.run(args)
-    except (SmoeError, FileExistsError) as e:
+    except BrokenPipeError:  # `| head`: whoever read has enough
+        sys.stderr.close()
+        return 128 + signal.SIGPIPE
+    except (SmoeError, OSError) as e:
         print(f"smoe-mlx: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # `| head`: whoever read has enough
-        sys.stderr.close()
-        return 128 + signal.SIGPIPE
     return 0
 
 

@@ -31,6 +31,7 @@ from ..hub import find_model
 from ..layers.switch import Projection
 from ..plan import format_bytes
 from ..skeleton import Skeleton, Switch, build_skeleton
+from ..store.files import mlx_reads, naming
 from ..store.layout import TensorSpec
 from ..store.safetensors import DTYPE_BITS, Checkpoint
 from ..store.vault import (
@@ -109,16 +110,17 @@ def shatter(
         plan, vault_id = _plan(skeleton, checkpoint, parts, backbone)
         partial.mkdir(parents=True, exist_ok=True)
         _check_room(partial, plan, skeleton)
-        _write_vault(partial / VAULT_FILE, plan, skeleton, parts, progress)
-        config = _write_backbone(partial, skeleton, backbone)
-        for file in checkpoint.files:
-            file.check_unchanged()
-        _copy_files(folder, partial)
-        _finish_config(partial, skeleton, parts, config, vault_id)
+        with naming(partial), mlx_reads(folder):
+            _write_vault(partial / VAULT_FILE, plan, skeleton, parts, progress)
+            config = _write_backbone(partial, skeleton, backbone)
+            for file in checkpoint.files:
+                file.check_unchanged()
+            _copy_files(folder, partial)
+            _finish_config(partial, skeleton, parts, config, vault_id)
     finally:
         checkpoint.close()
     for path in partial.iterdir():
-        with path.open("rb") as f:
+        with path.open("rb") as f, naming(path):
             os.fsync(f.fileno())
     sync_folder(partial)
     os.rename(partial, dst)

@@ -127,7 +127,7 @@ class Fleet(ModelProvider):
                 trust_remote_code=self.cli_args.trust_remote_code,
                 config=self._config(min(room(), self.shares[name])),
             )
-        except SmoeError as e:
+        except (SmoeError, OSError) as e:
             raise RequestError(500, f"{name} cannot be loaded: {e}") from e
         plan: MemoryPlan = model._streaming.plan
         self.sessions.open(name, self._fingerprint(name))

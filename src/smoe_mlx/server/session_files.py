@@ -1,5 +1,6 @@
 """Sessions on disk: mlx-lm's prompt cache files, with the tokens they hold, under a size limit."""
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -16,7 +17,7 @@ import mlx_lm.models.cache
 import numpy as np
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
-from ..errors import CheckpointError
+from ..store.files import is_size, mlx_reads, naming
 from ..store.safetensors import SafetensorsMmap
 
 
@@ -33,20 +34,21 @@ class SessionFiles:
 
     def index(self, fingerprint: str) -> Iterator[tuple[Path, dict[str, Any]]]:
         """(path, what `Entry` says of it) of each file of a model, the oldest first."""
-        for path in self._by_age(f"{fingerprint}/????????-*.safetensors"):
+        try:
+            paths = self._by_age(f"{fingerprint}/????????-*.safetensors")
+        except OSError as e:
+            logging.warning(f"{self.folder}: no sessions are used: {e}")
+            return
+        for path in paths:
             try:
                 with SafetensorsMmap(path) as file:
-                    about = {
-                        "tokens": np.array(json.loads(file.metadata["0.tokens"]), np.int64),
-                        "kind": file.metadata["0.kind"],
-                        "asked": int(file.metadata["0.asked"]),
-                        "grows": file.metadata["0.grows"] == "True",
-                        "nbytes": sum(t.nbytes for t in file.tensors.values()),
-                    }
+                    about = _about(file)
                 yield path, about
-            except (CheckpointError, OSError, KeyError, ValueError) as e:
+            except OSError as e:  # perhaps it can be read another time
+                logging.warning(f"{path} is not used: {e}")
+            except ValueError as e:
                 logging.warning(f"{path} is dropped: {e}")
-                path.unlink(missing_ok=True)
+                remove(path)
 
     def save(self, fingerprint: str, entry: Any) -> Path | None:
         """Write an `Entry` and return its file; None, and a warning, if that cannot be done."""
@@ -59,29 +61,39 @@ class SessionFiles:
             for c in entry.cache:
                 getattr(mlx_lm.models.cache, type(c).__name__)  # those are the ones it can load
             folder.mkdir(exist_ok=True, mode=0o700)
-            save_prompt_cache(str(new), entry.cache, metadata)
+            with naming(new):
+                save_prompt_cache(str(new), entry.cache, metadata)
             os.chmod(new, 0o600)
             path = folder / f"{_crc32(new):08x}-{name}"
             new.rename(path)
+            self._keep_within_limit()
+            return path if path.exists() else None
         except (OSError, AttributeError, TypeError, ValueError, RuntimeError) as e:
             logging.warning(f"a session of {len(entry.tokens)} tokens could not be saved: {e}")
-            new.unlink(missing_ok=True)
+            remove(new)
             return None
-        self._keep_within_limit()
-        return path if path.exists() else None
 
     def load(self, path: Path) -> list[Any]:
         """Read a cache.
 
         Raises:
             ValueError: the file is damaged.
-            OSError, KeyError, RuntimeError: it cannot be read.
+            OSError: it cannot be read.
         """
-        if f"{_crc32(path):08x}" != path.name.partition("-")[0]:
+        with naming(path):
+            crc = _crc32(path)
+        if f"{crc:08x}" != path.name.partition("-")[0]:
             raise ValueError("its bytes are not those that were written")
-        cache: list[Any] = load_prompt_cache(str(path))
-        mx.eval([c.state for c in cache])
-        os.utime(path)
+        try:
+            with mlx_reads(path):
+                cache: list[Any] = load_prompt_cache(str(path))
+                mx.eval([c.state for c in cache])
+        except OSError:
+            raise
+        except Exception as e:  # whatever mlx-lm stumbles over
+            raise ValueError(f"no prompt cache ({type(e).__name__}: {e!s:.200})") from e
+        with contextlib.suppress(OSError):  # read, and that is what matters
+            os.utime(path)
         return cache
 
     def _by_age(self, pattern: str) -> list[Path]:
@@ -104,6 +116,12 @@ class SessionFiles:
             total -= size
 
 
+def remove(path: Path) -> None:
+    """Remove a session's file, if the disk will."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
 def fingerprint(folder: Path, *options: Any) -> str:
     """What a model's KV caches depend on: its files, MLX, and `options`. 16 hexadecimal digits."""
     files = [
@@ -113,6 +131,24 @@ def fingerprint(folder: Path, *options: Any) -> str:
     ]
     facts = [files, version("mlx"), version("mlx-lm"), str(mx.default_device()), options]
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
+
+
+def _about(file: SafetensorsMmap) -> dict[str, Any]:
+    """What `save` wrote of an entry. Raises ValueError where it did not."""
+    said = file.metadata
+    try:
+        tokens, asked = json.loads(said["0.tokens"]), int(said["0.asked"])
+        if not isinstance(tokens, list) or not all(map(is_size, tokens)):
+            raise ValueError("its tokens are no tokens")
+        return {
+            "tokens": np.array(tokens, np.int64),
+            "kind": said["0.kind"],
+            "asked": asked,
+            "grows": said["0.grows"] == "True",
+            "nbytes": sum(t.nbytes for t in file.tensors.values()),
+        }
+    except (KeyError, TypeError, RecursionError) as e:
+        raise ValueError(f"not a session of this server ({e!r:.80})") from None
 
 
 def _crc32(path: Path) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, trim_prompt_cache
 
-from .session_files import SessionFiles
+from .session_files import SessionFiles, remove
 
 Kind = Literal["system", "prompt", "answer"]  # what an entry's tokens end with
 
@@ -199,7 +199,7 @@ class Sessions:
     def _drop(self, entry: Entry) -> None:
         self.entries.remove(entry)
         if entry.file is not None:
-            entry.file.unlink(missing_ok=True)
+            remove(entry.file)
 
     def _read(self, entry: Entry) -> bool:
         assert self.files is not None
@@ -211,7 +211,11 @@ class Sessions:
         except FileNotFoundError:  # another session needed its place
             self.entries.remove(entry)
             return False
-        except (OSError, ValueError, KeyError, RuntimeError) as e:
+        except OSError as e:  # perhaps it can be read another time
+            logging.warning(f"{entry.file} is not used: {e}")
+            self.entries.remove(entry)
+            return False
+        except ValueError as e:
             logging.warning(f"{entry.file} is dropped: {e}")
             self._drop(entry)
             return False

@@ -1,6 +1,7 @@
 """An open file that notices when it is no longer the one that was opened."""
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
-from ..errors import CheckpointChangedError, CheckpointError
+from ..errors import CheckpointChangedError, CheckpointError, SmoeError
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,14 @@ class OpenFile:
         return data
 
     def check_unchanged(self) -> None:
-        """Raise `CheckpointChangedError` if the file is not the one that was opened."""
+        """Raise `CheckpointChangedError` if the file is not the one that was opened.
+
+        An OSError names the file: its disk is gone.
+        """
         if self._fd < 0:
             raise CheckpointChangedError(f"{self.path} was closed. Load the model again.")
-        now = os.fstat(self._fd)
+        with naming(self.path):
+            now = os.fstat(self._fd)
         if now.st_nlink == 0:
             raise CheckpointChangedError(
                 f"{self.path} was removed or replaced after it was loaded. Load the model again."
@@ -67,9 +72,10 @@ class OpenFile:
 
     def close(self) -> None:
         """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1  # closed once, whatever the system says: the number is reused
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # of a disk that is gone; nothing was written
+                os.close(fd)
 
     def __enter__(self) -> Any:
         return self
@@ -84,11 +90,28 @@ class OpenFile:
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Let an OSError of a call that takes a descriptor say which file it was."""
+    """Let an OSError that names no file, and MLX's errors of writing, say which one it was."""
     try:
         yield
     except OSError as e:
+        if e.filename is not None or isinstance(e, SmoeError):
+            raise
         raise OSError(e.errno, e.strerror, os.fspath(path)) from e
+    except RuntimeError as e:
+        if not str(e).startswith(("[write]", "[save")):
+            raise
+        raise OSError(errno.EIO, str(e), os.fspath(path)) from e
+
+
+@contextlib.contextmanager
+def mlx_reads(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Let MLX's errors of reading be OSErrors that say where the files are."""
+    try:
+        yield
+    except RuntimeError as e:
+        if not str(e).startswith(("[read]", "[load")):
+            raise
+        raise OSError(errno.EIO, str(e), os.fspath(path)) from e
 
 
 def read_json(path: str | os.PathLike[str], most: int) -> Any:

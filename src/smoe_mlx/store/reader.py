@@ -23,7 +23,7 @@ import numpy as np
 
 from ..errors import CheckpointChangedError, ExpertReadError
 from .cuda import Uploader
-from .files import OpenFile
+from .files import OpenFile, naming
 from .streamer import Reading, Streamer
 
 IO_MODES = ("pread", "direct", "mmap")
@@ -148,7 +148,8 @@ class _File:
                 self._open_again(os.O_DIRECT)
                 self.read_into = _File._read_direct
         elif io == "mmap" and self.size:
-            self.map = mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ)
+            with naming(self.path):  # not every file system can
+                self.map = mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ)
             self.read_into = _File._copy_mapped
 
     def _open_again(self, flags: int) -> int:
@@ -251,9 +252,10 @@ class _File:
             at += len(buffer)
 
     def close(self) -> None:
-        if self.own_fd >= 0:
-            os.close(self.own_fd)
-            self.own_fd = -1
+        fd, self.own_fd = self.own_fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # of a disk that is gone
+                os.close(fd)
 
 
 def _read_and_upload(uploader: Uploader, file: _File, read: _Read) -> None:
@@ -413,7 +415,11 @@ class ExpertReader:
 
     def _check_unchanged(self, readings: Sequence[Reading]) -> None:
         for i in {read.file for reading in readings for read in reading.reads}:
-            self._files[i].source.check_unchanged()
+            source = self._files[i].source
+            try:
+                source.check_unchanged()
+            except OSError as e:  # the disk is gone
+                raise ExpertReadError(e.errno, f"{source.path}: {os.strerror(e.errno or 0)}") from e
 
     def _read_alone(self, reading: Reading) -> bool:
         """Read on this thread until two reads turn out to be slow; True if some are left to read.

@@ -459,9 +459,9 @@ class VaultWriter:
         os.unlink(self.journal)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _sync(fd: int) -> None:
@@ -472,6 +472,7 @@ def sync_folder(path: str | os.PathLike[str]) -> None:
     """Make renames in a folder last."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        with naming(path):
+            os.fsync(fd)
     finally:
         os.close(fd)
