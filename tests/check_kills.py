@@ -1,4 +1,4 @@
-"""kill -9 at random moments of shatter, session saves and usage saves: the old state or the new one.
+"""kill -9 at random moments of shatter, session and usage saves: the old state or the new.
 
     python tests/check_kills.py --times 200
 

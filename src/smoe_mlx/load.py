@@ -30,14 +30,8 @@ from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
 from .layers.zero_experts import tell_true_routing
 from .model_config import read_config
 from .plan import MemoryPlan, ModelShape, format_bytes, make_plan
-from .skeleton import (
-    Skeleton,
-    Switch,
-    build_skeleton,
-    measure_shape,
-    other_children,
-    replace_module,
-)
+from .shape import measure_shape
+from .skeleton import Skeleton, Switch, build_skeleton, other_children, replace_module
 from .stats import Streaming
 from .store.cuda import make_uploader
 from .store.files import mlx_reads

@@ -23,7 +23,8 @@ from .errors import TraceError
 from .load import install, plan_for
 from .plan import MemoryPlan
 from .replay import replay
-from .skeleton import Skeleton, measure_shape
+from .shape import measure_shape
+from .skeleton import Skeleton
 from .store.probe import DiskProbe
 from .store.reader import SLOW_SECONDS, ExpertReader, ReadRequest
 from .store.streamer import Reading
