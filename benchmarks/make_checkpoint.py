@@ -49,6 +49,7 @@ class Shape:
 PRESETS = {
     "tiny": Shape(4, 16, 4, 256, 64, 4, 2, 64, dtype="float32"),
     "mid": Shape(16, 128, 4, 1024, 512, 8, 2, 128, dtype="float32"),
+    "qwen3-30b-sparse": Shape(48, 128, 8, 2048, 768, 32, 4, 128, vocab=151936, sparse=True),
     "qwen3-30b-12l": Shape(12, 128, 8, 2048, 768, 32, 4, 128, vocab=151936),
     "qwen3-235b-sparse": Shape(94, 128, 8, 4096, 1536, 64, 4, 128, vocab=151936, sparse=True),
 }

@@ -74,6 +74,10 @@ class StreamingConfig:
         govern: give slots back while the system is short of memory, and take them again later.
         check: compare each record of a vault with its checksum when it is first read.
         debug: check the cache's bookkeeping at every step (slow).
+
+    Raises:
+        BudgetError: `memory` or `slots` is not understood, or both are given.
+        ValueError: another option has a value that it cannot have.
     """
 
     memory: str | int | float | None = None

@@ -33,7 +33,7 @@ from .stats import streaming_of
 
 # Freed buffers are given back to the system this often (as mlx-lm does).
 CLEAR_CACHE_EVERY = 256
-PROMPT_LOOKUP = 3  # tokens that have to match before drafts are worth a try (benchmarks/README.md)
+PROMPT_LOOKUP = 3  # tokens that have to match before drafts are worth a try (docs/performance.md)
 
 
 def generate_step(
@@ -237,14 +237,31 @@ def stream_generate(
     stream: Any = generation_stream,
     **kwargs: Any,
 ) -> Iterator[GenerationResponse]:
-    """Generate text and yield it piece by piece; arguments and responses of mlx-lm's function.
+    """Generate text and yield it piece by piece, as `mlx_lm.stream_generate`.
 
-    `prompt_lookup=True` drafts from the text itself (docs/speculative.md).
+    Args:
+        model: one that `load` made.
+        tokenizer: what came with it.
+        prompt: text, or token ids [tokens].
+        max_tokens: tokens to generate at most; -1 for no limit.
+        draft_model: an mlx-lm model with the same tokenizer, whose guesses are checked several at
+            a time; `num_draft_tokens` (3) for one pass.
+        stream: the MLX stream to compute on.
+        kwargs: mlx-lm's options, such as `sampler`, `logits_processors`, `max_kv_size`,
+            `prompt_cache`, `prefill_step_size`, `kv_bits`, `prompt_progress_callback`. And
+            `prompt_lookup`: draft what followed the last so many tokens where they came before;
+            True is 3 (docs/speculative.md).
+
+    Yields:
+        mlx-lm's `GenerationResponse`: `text`, `token`, `logprobs` [vocabulary], `from_draft`,
+        `prompt_tokens`, `generation_tokens`, both as `_tps` (tokens a second), `peak_memory` (GB,
+        of the whole process), `finish_reason` ("stop", "length" or None).
 
     Raises:
         UnsupportedModelError: the model was not loaded by `smoe_mlx.load`.
         ExpertReadError, CheckpointChangedError: an expert could not be read.
         NotFiniteError: the model computed NaN.
+        ValueError: an empty prompt, `max_tokens` 0, or options that do not go together.
     """
     if max_tokens == 0:
         raise ValueError("max_tokens must not be 0 (-1 for no limit)")
@@ -302,9 +319,21 @@ def generate(
     verbose: bool = False,
     **kwargs: Any,
 ) -> str:
-    """Generate text and return it; arguments of `mlx_lm.generate`, errors of `stream_generate`.
+    """Generate text and return it, as `mlx_lm.generate`.
 
-    With `verbose`, print the text as it comes, then one line of what it took.
+    Args:
+        model: as for `stream_generate`.
+        tokenizer: as for `stream_generate`.
+        prompt: as for `stream_generate`.
+        verbose: print the text as it comes, then one line of what it took.
+        kwargs: all other options of `stream_generate`.
+
+    Returns:
+        The text that was generated.
+
+    Raises:
+        UnsupportedModelError, ExpertReadError, CheckpointChangedError, NotFiniteError, ValueError:
+            as `stream_generate`.
     """
     text = ""
     for r in stream_generate(model, tokenizer, prompt, **kwargs):

@@ -27,13 +27,16 @@ STEP = 0.75  # of the slots are left each time
 def resize(
     model: nn.Module, *, memory: str | int | float | None = None, slots: int | float | None = None
 ) -> MemoryPlan:
-    """Give the experts of a loaded model more or less memory; arguments as `load`.
+    """Give the experts of a loaded model more or less memory.
 
     From any thread, also while the model generates: it waits for the end of a token, or of a
     prompt's pass. The most useful experts stay in memory. While slots are moved, up to one array of
     the old bank (a third of it or so) is there beside the new one.
 
-    With neither, the plan is made from what is available now.
+    Args:
+        model: one that `load` made.
+        memory: as for `load`. With neither, the plan is made from what is available now.
+        slots: as for `load`.
 
     Returns:
         The new plan.

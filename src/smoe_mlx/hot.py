@@ -22,7 +22,7 @@ USAGE_FILE = "smoe-usage.json"
 
 
 def prewarm(model: nn.Module, stop: Callable[[], bool] = lambda: False) -> int:
-    """Read experts into free slots, the most used first; returns how many were read.
+    """Read experts into free slots, the most used first.
 
     For idle time: call it from any thread while nothing is generated. It ends when no slot is free
     or the model is called, which waits for the end of one expert's read at most. It changes what
@@ -31,7 +31,11 @@ def prewarm(model: nn.Module, stop: Callable[[], bool] = lambda: False) -> int:
     or for all, it does nothing.
 
     Args:
+        model: one that `load` made.
         stop: asked before each expert; true ends it.
+
+    Returns:
+        How many experts were read.
 
     Raises:
         UnsupportedModelError: the model was not loaded by `smoe_mlx.load`.

@@ -37,6 +37,7 @@ def instrument(model: nn.Module, probe: bool = False) -> Iterator[Panel]:
     """Measure what decodes on `model` inside this context, by whatever loop.
 
     Args:
+        model: one that `load` made.
         probe: measure the disk too, on the model's own files (about a second, direct reads).
 
     Yields:

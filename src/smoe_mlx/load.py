@@ -61,16 +61,26 @@ def load(
 
     Args:
         path_or_repo: a local folder, a Hub repository, or "demo" for the bundled model.
+        tokenizer_config: options for the tokenizer.
+        model_config: entries that replace those of config.json.
+        adapter_path: folder of a LoRA adapter; not on routed experts.
+        lazy: do not read the backbone before it is used.
+        return_config: return the model's config too.
+        revision: branch, tag or commit of a Hub repository.
+        trust_remote_code: run Python code that lies in the model's folder.
         memory: ceiling for all that MLX allocates: bytes, or "12GB". With neither this nor
             `slots`, the plan is made from the memory that this machine has free.
         slots: instead: experts in memory over all layers (int), or a share of all (float, 0-1).
         config: instead of both: all options at once.
 
     Returns:
-        (model, tokenizer), and the model's config with `return_config`.
+        (model, tokenizer), and the model's config (a dict) with `return_config`.
 
     Raises:
-        ModelNotFoundError, UnsupportedModelError, CheckpointError, BudgetError.
+        ModelNotFoundError: there is no such folder or repository, or no connection.
+        UnsupportedModelError: this model or adapter cannot be streamed as it is.
+        CheckpointError: a file is malformed, incomplete or missing; a vault: `VaultError`.
+        BudgetError: `memory` or `slots` is too little, or not understood.
     """
     config = _streaming_config(memory, slots, config)
     folder = find_model(path_or_repo, revision)
@@ -136,7 +146,23 @@ def plan(
     slots: int | float | None = None,
     config: StreamingConfig | None = None,
 ) -> MemoryPlan:
-    """What `load` would do with this budget, from headers alone. Arguments and errors as `load`."""
+    """What `load` would do with this budget, from headers alone.
+
+    Args:
+        path_or_repo: as for `load`. A Hub repository is downloaded first.
+        model_config: as for `load`.
+        revision: as for `load`.
+        trust_remote_code: as for `load`.
+        memory: as for `load`.
+        slots: as for `load`.
+        config: as for `load`.
+
+    Returns:
+        Where the memory would go. `print` it for a table.
+
+    Raises:
+        ModelNotFoundError, UnsupportedModelError, CheckpointError, BudgetError: as `load`.
+    """
     config = _streaming_config(memory, slots, config)
     folder = find_model(path_or_repo, revision)
     checkpoint, vault = open_weights(folder)

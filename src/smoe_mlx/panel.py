@@ -70,6 +70,7 @@ class Panel:
 
     Attributes:
         tokens: each forward of one position. Prompts, and forwards of several, are not in it.
+        layers: hits, misses and overlap of each MoE layer.
         most_used: at index r - 1: the share of routed experts that were among the r experts which
             their layer used most, over all tokens of the panel.
         predicted: (r, the share of routed experts that were among the r which the lookahead

@@ -90,21 +90,29 @@ class MemoryPlan:
 
     Attributes:
         backbone: everything that is not a routed expert.
-        banks: the slot banks; `slots` and `slots_nbytes` sum them up.
+        banks: the slot banks; `slots` (experts) and `slots_nbytes` sum them up.
         kv_cache: for `context` tokens.
+        context: tokens.
         activations: at the widest point of a forward of `prefill_step` tokens.
+        prefill_step: tokens of a prompt that are computed at a time.
         widest_step: the most tokens of a forward, whatever is asked for.
         prompt_states: what a prompt holds on its way through the model layer by layer, beside the
-            chunk that is computed: `token_state` a token, and `chunk_graph` a chunk.
+            chunk that is computed.
+        token_state: of that, for each token.
+        chunk_graph: of that, for each chunk of `prefill_step` tokens.
         buffer_cache: freed buffers that MLX may keep for later.
         overhead: what MLX needs besides.
         memory: the budget that was asked for, or None.
-        available: without one: what the machine could give. `interpreter` of it is not MLX's, and
-            `page_cache` is left to files.
+        available: without one: what the machine could give.
+        interpreter: of it, what Python and its libraries take.
+        page_cache: of it, what is left to files.
         experts_nbytes: all routed experts, as they lie on disk.
-        minimum: the smallest `memory` that works, `useful`: the smallest that holds the experts
-            of one whole token (below it, hardly any expert is still there when it comes again),
-            `full`: everything in memory.
+        num_experts: all routed experts, over all layers.
+        minimum: the smallest `memory` that works.
+        useful: the smallest that holds the experts of one whole token. Below it, hardly any expert
+            is still there when it comes again.
+        full: the smallest with everything in memory.
+        expert_reads: experts that one token is routed to, over all layers.
     """
 
     backbone: int
@@ -132,10 +140,12 @@ class MemoryPlan:
 
     @property
     def slots(self) -> int:
+        """Experts that there is room for, over all layers."""
         return sum(b.slots for b in self.banks)
 
     @property
     def slots_nbytes(self) -> int:
+        """What their slots take."""
         return sum(b.nbytes for b in self.banks)
 
     @property

@@ -68,8 +68,10 @@ class Stats:
         evictions: experts that made room for others.
         bytes_read, reads: what came from the files, and in how many system calls.
         wait_seconds: time in which the model waited for reads.
+        calls: layer calls that looked at the routing.
         waves: groups of experts that were worked through; more than `calls` if slots ran short.
         resident_calls: layer calls that needed no look at the routing.
+        io: how experts are read: "pread", "direct" or "mmap".
         prefill_passes: times that a prompt, or as much of it as the memory plan takes at once, went
             through the model layer by layer.
         prefill_fallback: why prompts go chunk by chunk instead, or "".
@@ -80,6 +82,7 @@ class Stats:
         kernels: what computes the experts of few tokens, and what the self-test of the kernels
             found.
         peak_memory: most bytes that MLX held, of all it did in this process.
+        plan: what was planned.
         prewarmed: experts that were read in idle time, because earlier runs used them most.
         bets: experts that were read ahead, before their layer asked for them.
         drafts: speculative decoding.
@@ -174,6 +177,12 @@ def streaming_of(model: nn.Module) -> Streaming:
 
 def stats(model: nn.Module) -> Stats:
     """The counters of a model that `smoe_mlx.load` made.
+
+    Args:
+        model: the model.
+
+    Returns:
+        A copy of the counters, which does not change any more. `print` it for a table.
 
     Raises:
         UnsupportedModelError: the model is not streamed.

@@ -35,6 +35,10 @@ class SharedExpertCache(SlotCache):
     Attributes:
         trace: if set, called as `trace(layer, ids [..., k])` with the routing of every layer call.
         usage: if set, learns which experts decoding needs.
+
+    Raises:
+        ValueError: layers of one bank whose experts differ in their tensors.
+        BudgetError: a bank without a slot.
     """
 
     # ---- slot numbers in the graph -----------------------------------------------------------

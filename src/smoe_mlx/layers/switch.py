@@ -338,10 +338,15 @@ def _shaped(slots: list[int], shape: tuple[int, ...]) -> mx.array:
 class StreamingSwitchGLU(_StreamingSwitch):
     """`mlx_lm.models.switch_layers.SwitchGLU` whose experts come from a `SharedExpertCache`.
 
+    Called as `(x [..., D], indices [..., k]) -> [..., k, D]`.
+
     Args:
-        cache: holds the experts; `layer` is this module's index in its layouts.
-        gate_proj, up_proj, down_proj: how each is quantised.
-        activation: called as `activation(x_up, x_gate)`, as mlx-lm does.
+        cache: holds the experts.
+        layer: this module's index in the cache's layouts.
+        gate_proj: its name in the layout, and how it is quantised.
+        up_proj: likewise.
+        down_proj: likewise.
+        activation: called as `activation(x_up, x_gate)`, as mlx-lm does. None: SwiGLU.
     """
 
     def __init__(
@@ -363,7 +368,17 @@ class StreamingSwitchGLU(_StreamingSwitch):
 
 
 class StreamingSwitchMLP(_StreamingSwitch):
-    """`mlx_lm.models.switch_layers.SwitchMLP` whose experts come from a `SharedExpertCache`."""
+    """`mlx_lm.models.switch_layers.SwitchMLP` whose experts come from a `SharedExpertCache`.
+
+    Called as `(x [..., D], indices [..., k]) -> [..., k, D]`.
+
+    Args:
+        cache: holds the experts.
+        layer: this module's index in the cache's layouts.
+        fc1: its name in the layout, and how it is quantised.
+        fc2: likewise.
+        activation: called as `activation(x)`. None: GELU (approx="precise"), as mlx-lm's.
+    """
 
     def __init__(
         self,

@@ -68,19 +68,28 @@ def shatter(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Make a vault of a checkpoint. Returns the folder, which `smoe_mlx.load` loads.
+    """Make a vault of a checkpoint.
 
     An interrupted run is resumed by the same call. The source is only read.
 
     Args:
         src: local folder or Hub repository, MLX or Hugging Face layout.
         dst: the new folder; must not exist.
-        bits, group_size, mode: how to quantise the experts; with none of them, their bytes are
-            kept. affine: 2, 3, 4, 5, 6, 8 bits in groups of 32, 64, 128; or mxfp4, mxfp8, nvfp4.
+        bits: 2, 3, 4, 5, 6 or 8, to quantise the experts. With neither this nor `group_size`,
+            `mode` and `recipe`, their bytes are kept.
+        group_size: weights that share a scale: 32, 64 or 128 (nvfp4: 16).
+        mode: "affine", "mxfp4", "mxfp8" or "nvfp4".
         recipe: instead: "SMOE-Q4" or "SMOE-Q2" (4 and 2 bits, groups of 64), a `Recipe`, or the
             path of a JSON recipe, by layer, expert and projection.
-        backbone_bits, backbone_group_size, backbone_mode: the same for everything else.
+        backbone_bits: the same for everything else.
+        backbone_group_size: the same for everything else.
+        backbone_mode: the same for everything else.
+        revision: branch, tag or commit of a Hub repository.
+        trust_remote_code: run Python code that lies in the model's folder.
         progress: called as (bytes written, bytes in all) of the vault.
+
+    Returns:
+        The folder `dst`, which `load` loads.
 
     Raises:
         ModelNotFoundError, UnsupportedModelError, CheckpointError: as `load`.

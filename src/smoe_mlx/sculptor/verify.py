@@ -24,13 +24,17 @@ def verify(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> int:
-    """Check a vault from its first byte to its last; returns the number of records.
+    """Check a vault from its first byte to its last.
 
     Args:
         dst: the folder that `shatter` made, or its vault file.
         source: the checkpoint that it was made from: its version is compared, and, where the
             experts' bytes were kept, every byte of them.
+        trust_remote_code: run Python code that lies in the source's folder.
         progress: called as (records done, records in all).
+
+    Returns:
+        The number of records.
 
     Raises:
         VaultError: naming the first record that is damaged, or what else does not fit.

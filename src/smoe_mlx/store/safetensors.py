@@ -44,6 +44,13 @@ class SafetensorsMmap(OpenFile):
 
     The file stays open, so that later reads see the file that was checked.
 
+    Args:
+        path: the file.
+
+    Attributes:
+        tensors: name -> `TensorInfo`: dtype, shape, offset from the file's start and bytes.
+        metadata: the header's `__metadata__`.
+
     Raises:
         CheckpointError: not a safetensors file, or truncated, overlapping or inconsistent.
         FileNotFoundError: there is no such file.
@@ -120,7 +127,12 @@ class SafetensorsMmap(OpenFile):
         return TensorInfo(dtype, tuple(shape), data_start + begin, end - begin)
 
     def byte_range(self, offset: int, nbytes: int) -> memoryview:
-        """A read-only view of `nbytes` bytes at `offset` (from the start of the file), by mmap."""
+        """A read-only view of `nbytes` bytes at `offset` (from the start of the file), by mmap.
+
+        Raises:
+            ValueError: they lie outside the file.
+            CheckpointChangedError: the file is not the one that was opened any more.
+        """
         if not (offset >= 0 and nbytes >= 0 and offset + nbytes <= self.fingerprint.size):
             raise ValueError(f"{self.path}: bytes {offset}..{offset + nbytes} are outside the file")
         self.check_unchanged()
@@ -129,7 +141,7 @@ class SafetensorsMmap(OpenFile):
         return memoryview(self._map)[offset : offset + nbytes]
 
     def tensor_bytes(self, name: str) -> memoryview:
-        """A read-only view of the bytes of tensor `name`."""
+        """A read-only view of the bytes of tensor `name` (KeyError), else as `byte_range`."""
         t = self.tensors[name]
         return self.byte_range(t.offset, t.nbytes)
 

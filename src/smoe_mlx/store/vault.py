@@ -168,7 +168,10 @@ def front_nbytes(first: bytes) -> int:
 
 
 class Vault(OpenFile):
-    """An opened vault: its layers, and where each expert's record lies.
+    """An opened vault: its layers, and where each expert's record lies (docs/vault-format.md).
+
+    Args:
+        path: the file, `experts.smoe` in its folder.
 
     Attributes:
         layouts: an `ExpertLayout` for each layer, in the order of the file.
