@@ -1,11 +1,12 @@
 """Read one expert from a vault with nothing but numpy, following docs/vault-format.md.
 
+smoe-mlx shatter demo FOLDER
 python examples/read_vault.py FOLDER/experts.smoe model.layers.0.mlp.switch_mlp 5
 """
 
+import argparse
 import json
 import struct
-import sys
 import zlib
 
 import numpy as np
@@ -45,5 +46,12 @@ def read_expert(path, layer_path, expert):
 
 
 if __name__ == "__main__":
-    for name, array in read_expert(sys.argv[1], sys.argv[2], int(sys.argv[3])).items():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("vault", help="the file experts.smoe")
+    parser.add_argument("layer", help="the path of a switch module")
+    parser.add_argument("expert", type=int, help="its number")
+    args = parser.parse_args()
+    for name, array in read_expert(args.vault, args.layer, args.expert).items():
         print(f"{name:20} {array.dtype!s:8} {array.shape}")

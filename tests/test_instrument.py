@@ -52,6 +52,16 @@ def adds_up(panel: Panel):
         parts = [getattr(t, name) for name in BUCKETS]
         assert all(x >= 0 for x in parts)
         assert sum(parts) == pytest.approx(t.wall, rel=1e-9)
+        at = 0.0
+        for lap in t.laps:
+            assert lap.start == pytest.approx(at, abs=1e-9), "a gap between two laps"
+            at += lap.seconds
+        assert at == pytest.approx(t.wall, rel=1e-9)
+        layers = [lap.layer for lap in t.laps if lap.layer is not None]
+        assert layers == sorted(layers)
+        for name in BUCKETS:
+            laps = [lap.seconds for lap in t.laps if lap.bucket == name]
+            assert sum(laps) == pytest.approx(getattr(t, name), rel=1e-9)
 
 
 @pytest.mark.parametrize("slots", [0.4, 1.0])
@@ -73,6 +83,9 @@ def test_it_adds_up_and_the_tokens_are_the_same(arch, slots, tiny):
         assert len(panel.tokens) == (9 if ahead else 7)
         for name in set(BUCKETS) - {"reads"}:
             assert panel.total(name) > 0, name
+        inside = [{lap.layer for lap in t.laps if lap.bucket == "experts"} for t in panel.tokens]
+        assert inside == [set(range(len(panel.layers)))] * len(inside)
+        assert all(t.laps[-1].layer is None for t in panel.tokens)  # LM head, sampling
         assert panel.hit_rate is None if slots == 1.0 else 0 < panel.hit_rate <= 1
         assert str(panel)
 

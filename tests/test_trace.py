@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-import sys
 import tempfile
 import zipfile
 from io import BytesIO
@@ -22,7 +21,7 @@ from smoe_mlx.cache.policy import POLICIES
 from smoe_mlx.errors import BudgetError, SmoeError, TraceError
 from smoe_mlx.load import load_model
 from smoe_mlx.plot import plot_report
-from smoe_mlx.replay import belady, optimal, overlap, replay, report
+from smoe_mlx.replay import belady, optimal, overlap, replay, report, uses
 from smoe_mlx.trace import Recorder, Trace, force, load_trace
 
 TOKENS = random_tokens(60)
@@ -223,13 +222,16 @@ def test_no_policy_beats_the_optimum(policy, seed, slots):
             assert (b.hit_rate, r.hit_rate) == (1.0, 1.0)
 
 
-def test_overlap():
+def test_overlap_and_uses():
     ids = [[0, 1], [1, 0], [1, 2], [3, 4]]  # two, one and none of two
     trace = Trace(
         "x", (5, 5), (2, 0), (1, 1), (0, 0), 4, 0, 0,
         calls=np.array([(0, 3), (0, 1)], np.int32), ids=np.array(ids, np.int32).ravel(),
     )  # fmt: skip
     assert overlap(trace) == [0.5, 0.0]
+    assert overlap(trace, 2) == [0.25, 0.0]
+    assert overlap(trace, 4) == [0.0, 0.0]
+    assert [x.tolist() for x in uses(trace)] == [[2, 3, 1, 1, 1], [0] * 5]
 
 
 def test_report(trace):
@@ -362,13 +364,6 @@ def test_no_such_file(tmp_path):
 
 
 # ---- the plot ------------------------------------------------------------------------------------
-
-
-def test_plot_without_matplotlib_says_what_to_install(trace, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SmoeError, match=r"smoe-mlx\[plots\]"):
-        plot_report(report(trace, ["lru"], [0.5]), tmp_path / "x.png")
 
 
 def test_plot(trace, tmp_path):

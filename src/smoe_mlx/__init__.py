@@ -1,7 +1,8 @@
 """Run Mixture-of-Experts models far larger than memory on MLX: experts stay on the SSD."""
 
+from typing import TYPE_CHECKING
+
 from .cache.experts import SharedExpertCache
-from .config import StreamingConfig
 from .errors import (
     BudgetError,
     CheckpointChangedError,
@@ -15,19 +16,32 @@ from .errors import (
     UnsupportedModelError,
     VaultError,
 )
-from .generate import generate, stream_generate
-from .governor import resize
-from .hot import prewarm
-from .instrument import instrument
+from .layers.open import open_experts
 from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
-from .load import load, plan
-from .panel import Panel
-from .plan import MemoryPlan
-from .sculptor.shatter import shatter
-from .sculptor.verify import verify
-from .stats import Stats, stats
 from .store.safetensors import SafetensorsMmap
 from .store.vault import Vault
+
+try:
+    from .config import StreamingConfig
+    from .generate import generate, stream_generate
+    from .governor import resize
+    from .hot import prewarm
+    from .instrument import instrument
+    from .load import load, plan
+    from .panel import Panel
+    from .plan import MemoryPlan
+    from .sculptor.shatter import shatter
+    from .sculptor.verify import verify
+    from .stats import Stats, stats
+except ModuleNotFoundError as e:  # what is above serves models of one's own without mlx-lm
+    if e.name != "mlx_lm":
+        raise
+    if not TYPE_CHECKING:
+
+        def __getattr__(name):
+            needs = " needs mlx-lm: pip install mlx-lm" if name in __all__ else ""
+            raise AttributeError(f"smoe_mlx.{name}{needs or ': there is no such name'}")
+
 
 __version__ = "0.1.0"
 
@@ -55,6 +69,7 @@ __all__ = [
     "generate",
     "instrument",
     "load",
+    "open_experts",
     "plan",
     "prewarm",
     "resize",

@@ -25,7 +25,7 @@ from .cache.bets import BetStats
 from .layers.lookahead import Predictor
 from .layers.mixed import MixedSwitch
 from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
-from .panel import Panel, PanelLayer, TokenTimes
+from .panel import Lap, Panel, PanelLayer, TokenTimes
 from .stats import Streaming, streaming_of
 from .store.probe import probe_disk
 
@@ -75,6 +75,7 @@ class _Meter:
         self.next_layer: dict[int, tuple[int, Predictor]] = {}
         self.token: TokenTimes | None = None
         self.start = self.last = self.waited = 0.0
+        self.layer: int | None = None  # where the model is; None before and after its MoE layers
         self.uses = [np.zeros(x.num_experts, np.int64) for x in layouts]
         self.previous: list[set[int]] = [set() for _ in layouts]
         self.overlaps: list[list[float]] = [[] for _ in layouts]
@@ -88,9 +89,14 @@ class _Meter:
         if self.token is None:
             return
         now, waited = time.perf_counter(), self.cache.reader.stats.wait_seconds
-        reads = waited - self.waited
-        self.token.reads += reads
-        setattr(self.token, bucket, getattr(self.token, bucket) + now - self.last - reads)
+        reads, start = waited - self.waited, self.last - self.start
+        parts = [(bucket, now - self.last - reads)]
+        if reads:
+            parts.insert(0, ("reads", reads))
+        for name, seconds in parts:
+            setattr(self.token, name, getattr(self.token, name) + seconds)
+            self.token.laps.append(Lap(name, self.layer, start, seconds))
+            start += seconds
         self.last, self.waited = now, waited
 
     def evaluate(self, array: mx.array, bucket: str) -> None:
@@ -175,6 +181,7 @@ class _Meter:
         self, call: Callable[..., Any], model: nn.Module, inputs: mx.array, *args: Any, **kw: Any
     ) -> Any:
         decodes = self.cache.defer is None and inputs.size == 1
+        self.layer = None
         if self.token is not None and decodes:
             self.evaluate(inputs, "sampling")  # mlx-lm's loop gives what is not evaluated yet
         self.close_token()
@@ -183,6 +190,7 @@ class _Meter:
         self.open_token()
         try:
             logits = call(model, inputs, *args, **kw)
+            self.layer = None
             self.evaluate(logits, "dense")
         except BaseException:
             self.token = None  # not completed: it does not count
@@ -194,15 +202,17 @@ class _Meter:
         if self.token is None:
             y = call(head, x)
             return y
+        self.layer = None
         self.evaluate(x, "dense")
         y = call(head, x)
         self.evaluate(y, "head")
         return y
 
     def before_mixed(
-        self, call: Callable[..., Any], switch: nn.Module, x: mx.array, indices: mx.array
+        self, call: Callable[..., Any], switch: Any, x: mx.array, indices: mx.array
     ) -> mx.array:
         if self.token is not None:
+            self.layer = switch._parts[0]._layer
             self.evaluate(x, "dense")
             self.evaluate(indices, "routing")
         y: mx.array = call(switch, x, indices)
@@ -215,6 +225,7 @@ class _Meter:
         if self.token is None:
             y = call(switch, x, indices)
             return y
+        self.layer = switch._layer
         self.evaluate(x, "dense")
         ids = np.array(indices if switch._true_indices is None else switch._true_indices)
         self.lap("routing")

@@ -1,7 +1,7 @@
 """Panel: what `instrument` measured, as a dataclass that prints itself as a table."""
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 from .cache.bets import BetStats
 from .plan import format_bytes
@@ -19,6 +19,19 @@ BUCKETS = {
 }
 
 
+class Lap(NamedTuple):
+    """A stretch of a token's time: `seconds` of one bucket, from `start` seconds after its begin.
+
+    `layer` is the MoE layer that it led to or was in (an index of `Panel.layers`), or None: before
+    and after all of them. Waiting for reads comes first in the stretch it was found in.
+    """
+
+    bucket: str
+    layer: int | None
+    start: float
+    seconds: float
+
+
 @dataclass
 class TokenTimes:
     """One forward of one position: seconds by bucket, which add up to `wall`, and its lookups.
@@ -33,6 +46,7 @@ class TokenTimes:
         panel: what the panel itself counts and predicts.
         nbytes: read from files, and finished within this token.
         hits, misses: as in `Stats`.
+        laps: the same times in their order, one after the other without a gap.
     """
 
     wall: float = 0.0
@@ -47,6 +61,7 @@ class TokenTimes:
     nbytes: int = 0
     hits: int = 0
     misses: int = 0
+    laps: list[Lap] = field(default_factory=list, repr=False)
 
 
 @dataclass
@@ -109,8 +124,10 @@ class Panel:
         return self.total("nbytes") / self.total("reads") if self.total("reads") else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        out = asdict(self)
+        """Plain values, for JSON. Laps are left out: they are many."""
+        out = asdict(replace(self, tokens=[replace(t, laps=[]) for t in self.tokens]))
+        for token in out["tokens"]:
+            del token["laps"]
         out["predicted"] = [list(x) for x in self.predicted]
         out["seconds"] = {name: self.total(name) for name in ("wall", *BUCKETS)}
         for name in ("tps", "hit_rate", "waiting_rate"):

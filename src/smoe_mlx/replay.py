@@ -173,17 +173,29 @@ def belady(
     return hits, misses
 
 
-def overlap(trace: Trace) -> list[float]:
-    """For each layer, the share of a token's experts that the token before had too."""
+def overlap(trace: Trace, distance: int = 1) -> list[float]:
+    """For each layer, the share of a token's experts that the token `distance` before had too."""
+    out = []
+    for ids in _by_layer(trace):
+        same = (ids[distance:, :, None] == ids[:-distance, None, :]).any(-1)
+        out.append(float(same.mean()) if same.size else 0.0)
+    return out
+
+
+def uses(trace: Trace) -> list[np.ndarray]:
+    """For each layer [E]: how many tokens chose each expert."""
+    return [
+        np.bincount(ids[ids < n], minlength=n)
+        for ids, n in zip(_by_layer(trace), trace.num_experts, strict=True)
+    ]
+
+
+def _by_layer(trace: Trace) -> list[np.ndarray]:
+    """The routing [tokens, k] of each layer."""
     rows: list[list[np.ndarray]] = [[] for _ in range(trace.num_layers)]
     for layer, ids in trace:
         rows[layer].append(ids)
-    out = []
-    for parts in rows:
-        ids = np.concatenate(parts) if parts else np.zeros((0, 1), np.int32)
-        same = (ids[1:, :, None] == ids[:-1, None, :]).any(-1)
-        out.append(float(same.mean()) if same.size else 0.0)
-    return out
+    return [np.concatenate(x) if x else np.zeros((0, 1), np.int32) for x in rows]
 
 
 def _keys(layer: int, ids: np.ndarray, trace: Trace) -> list[Key]:

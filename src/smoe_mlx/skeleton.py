@@ -22,7 +22,7 @@ from mlx_lm.utils import _get_classes, load_model
 from .cache.bank import MX_DTYPES
 from .errors import CheckpointError, SmoeError, UnsupportedModelError, VaultError
 from .layers.lookahead import look_up
-from .layers.switch import Projection
+from .layers.switch import Projection, quantisation
 from .model_config import read_config
 from .store.files import mlx_reads
 from .store.layout import ExpertLayout, layout_from_checkpoint
@@ -422,14 +422,10 @@ def _projection(
             raise CheckpointError(f"{folder}: tensor '{path}.scales' is missing.")
         return Projection(name)
     listed = (config.get("quantization") or {}).get(path)
-    group_size = I // max(arrays["scales"].shape[-1], 1)
-    bits = arrays["weight"].shape[-1] * 32 // I
+    widths = arrays["weight"].shape[-1], arrays["scales"].shape[-1]
+    group_size, bits, mode = quantisation(I, *widths, arrays["scales"].dtype == mx.uint8)
     if isinstance(listed, dict):
         mode = listed.get("mode", "affine")
-    elif arrays["scales"].dtype != mx.uint8:
-        mode = "affine"
-    else:
-        mode = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}.get((bits, group_size), "")
     said = {**listed} if isinstance(listed, dict) else {}
     if (
         arrays["weight"].dtype != mx.uint32

@@ -2,9 +2,11 @@
 
 Same call, same result: `(x [..., D], indices [..., k]) -> [..., k, D]`. Top-k, weights and sum stay
 with the model's own block. The arithmetic is that of `mlx_lm.models.switch_layers`, operation for
-operation, with slot numbers in place of expert numbers.
+operation, with slot numbers in place of expert numbers. MLX is all that is imported, so that these
+layers serve models of other libraries too.
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +14,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.switch_layers import SwiGLU, _gather_sort, _scatter_unsort
 
 from ..cache.bookkeeping import Arrays
 from ..cache.experts import SharedExpertCache
@@ -23,6 +24,23 @@ from .lookahead import Predictor
 SORT_FROM = 64
 # Tokens in which a layer makes sure that computing hits first changes no bit.
 HITS_FIRST_TRIALS = 2
+
+
+# (bits, group size) -> the mode of weights whose scales are bytes.
+BYTE_MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
+
+
+class SwiGLU(nn.Module):
+    """`activation(x_up, x_gate)` of most models: silu(x_gate) * x_up."""
+
+    def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
+        return _swiglu(gate, x)
+
+
+@functools.partial(mx.compile, shapeless=True)
+def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    y: mx.array = nn.silu(gate) * x
+    return y
 
 
 @dataclass(frozen=True)
@@ -63,6 +81,18 @@ class Projection:
         return x
 
 
+def quantisation(
+    input_dims: int, weight: int, scales: int, byte_scales: bool
+) -> tuple[int, int, str]:
+    """(group size, bits, mode) from the lengths of the rows of `weight` (uint32) and `scales`.
+
+    Affine, or one of the modes whose scales are bytes ("" if it is none of them).
+    """
+    group_size, bits = input_dims // max(scales, 1) or 1, weight * 32 // input_dims
+    mode = BYTE_MODES.get((bits, group_size), "") if byte_scales else "affine"
+    return group_size, bits, mode
+
+
 def without_zero_experts(cache: SharedExpertCache, layer: int, ids: np.ndarray) -> np.ndarray:
     """Replace what is no expert by one that is needed or in memory anyway; its weight is 0."""
     real = ids < cache.layouts[layer].num_experts
@@ -90,6 +120,11 @@ class _StreamingSwitch(nn.Module):
     def _set_true_indices(self, indices: mx.array | None) -> None:
         # Past nn.Module, which would keep an array among its parameters, slow to look up.
         object.__setattr__(self, "_true_indices", indices)
+
+    @property
+    def cache(self) -> SharedExpertCache:
+        """Where the experts come from, and what was counted there."""
+        return self._cache
 
     def _experts(self, arrays: Arrays, x: mx.array, idx: mx.array, in_order: bool) -> mx.array:
         raise NotImplementedError
@@ -257,13 +292,13 @@ class _StreamingSwitch(nn.Module):
             return self.fused(arrays, x, indices)
         x = mx.expand_dims(x, (-2, -3))
         in_order = indices.size >= SORT_FROM
-        idx, inv_order = indices, None
-        if in_order:
-            x, idx, inv_order = _gather_sort(x, indices)
-        x = self._experts(arrays, x, idx, in_order)
-        if in_order:
-            x = _scatter_unsort(x, inv_order, indices.shape)
-        return x.squeeze(-2)
+        if not in_order:
+            return self._experts(arrays, x, indices, False).squeeze(-2)
+        rows = indices.flatten()
+        order = mx.argsort(rows)  # what one expert computes, side by side
+        x = x.flatten(0, -3)[order // indices.shape[-1]]
+        x = self._experts(arrays, x, rows[order], True)
+        return mx.unflatten(x[mx.argsort(order)], 0, indices.shape).squeeze(-2)
 
     def in_waves(
         self,

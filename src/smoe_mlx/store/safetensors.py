@@ -152,7 +152,8 @@ class SafetensorsMmap(OpenFile):
 
 
 class Checkpoint:
-    """All `model*.safetensors` files of a folder (those that mlx-lm loads), as one index.
+    """All `model*.safetensors` files of a folder (those that mlx-lm loads), or one file, as one
+    index.
 
     Attributes:
         files: the opened files, by name.
@@ -168,8 +169,11 @@ class Checkpoint:
         self.files: list[SafetensorsMmap] = []
         self.tensors: dict[str, tuple[int, TensorInfo]] = {}
         self.repeated: dict[str, tuple[Path, Path]] = {}
-        paths = sorted(self.folder.glob("model*.safetensors"))
-        self._check_index(paths)
+        if self.folder.is_file():
+            paths = [self.folder]
+        else:
+            paths = sorted(self.folder.glob("model*.safetensors"))
+            self._check_index(paths)
         if not paths:
             raise CheckpointError(f"{self.folder}: no model*.safetensors file in this folder.")
         try:
