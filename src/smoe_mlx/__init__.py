@@ -28,6 +28,7 @@ from .sculptor.verify import verify
 from .stats import Stats, stats
 from .store.safetensors import SafetensorsMmap
 from .store.vault import Vault
+from .tune import Tuning, tune
 
 __version__ = "0.1.0"
 
@@ -49,6 +50,7 @@ __all__ = [
     "StreamingSwitchGLU",
     "StreamingSwitchMLP",
     "TraceError",
+    "Tuning",
     "UnsupportedModelError",
     "Vault",
     "VaultError",
@@ -61,5 +63,6 @@ __all__ = [
     "shatter",
     "stats",
     "stream_generate",
+    "tune",
     "verify",
 ]

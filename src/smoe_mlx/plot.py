@@ -6,6 +6,7 @@ from typing import Any
 from .errors import SmoeError
 from .panel import BUCKETS, Panel
 from .replay import OPTIMAL, Report
+from .tune import SLOTS, Tuning
 
 # Of middle lightness, and told apart by marks as well: legible on white and on black.
 COLOURS = ("#3b82f6", "#e07b00", "#12a150", "#c03dc0", "#0e9aa7", "#d64545")
@@ -66,6 +67,34 @@ def plot_panel(panel: Panel, path: str | os.PathLike[str]) -> None:
     axes.set_ylabel("time with the panel (ms)")
     axes.margins(x=0)
     _in_grey(axes, loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
+    _save(figure, path)
+
+
+def plot_tuning(tuning: Tuning, path: str | os.PathLike[str]) -> None:
+    """Write tokens a second over slots, and the speed of each option, as PNG, SVG or PDF.
+
+    Raises:
+        SmoeError: matplotlib is missing, or the file cannot be written.
+    """
+    figure = new_figure()
+    left, right = figure.subplots(1, 2)
+    share = [100 * p.slots / tuning.num_experts for p in tuning.curve]
+    left.plot(share, [p.tps for p in tuning.curve], color=COLOURS[0], marker="o", label="measured")
+    for p in tuning.curve:
+        if p.slots == tuning.best.slots:
+            x = 100 * p.slots / tuning.num_experts
+            left.plot([x], [p.tps], color=COLOURS[1], marker="s", linestyle="", label="best")
+    left.set_xlabel("experts in memory (% of all)")
+    left.set_ylabel("decoding (tok/s)")
+    left.set_ylim(bottom=0)
+    options = [t for t in tuning.tried if t.name != SLOTS][::-1]
+    names = [", ".join(f"{k}={v}" for k, v in t.change.items()) for t in options]
+    colours = [COLOURS[1] if t.taken else COLOURS[0] for t in options]
+    right.barh(names, [t.speedup for t in options], color=colours)
+    right.axvline(1.0, color=GREY, linestyle="--", label="the best setting then")
+    right.set_xlabel("speed against it")
+    for axes in (left, right):
+        _in_grey(axes)
     _save(figure, path)
 
 

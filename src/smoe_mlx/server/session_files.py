@@ -1,13 +1,11 @@
 """Sessions on disk: mlx-lm's prompt cache files, with the tokens they hold, under a size limit."""
 
-import hashlib
 import json
 import logging
 import os
 import uuid
 import zlib
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -102,17 +100,6 @@ class SessionFiles:
                 return
             path.unlink(missing_ok=True)
             total -= size
-
-
-def fingerprint(folder: Path, *options: Any) -> str:
-    """What a model's KV caches depend on: its files, MLX, and `options`. 16 hexadecimal digits."""
-    files = [
-        (p.name, p.stat().st_size, p.stat().st_mtime_ns)
-        for p in sorted(folder.iterdir())
-        if p.suffix in (".safetensors", ".smoe") or p.name == "config.json"
-    ]
-    facts = [files, version("mlx"), version("mlx-lm"), str(mx.default_device()), options]
-    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
 
 
 def _crc32(path: Path) -> int:
