@@ -18,6 +18,7 @@ HUB = "mlx-community/Qwen3-30B-A3B-4bit"  # tests load nothing from the net
 PARSED_ONLY = {  # commands of smoe-mlx
     "server": "does not end by itself; tests/test_server.py runs it",
     "chat": "does not end by itself; tests/test_chat.py runs it",
+    "tune": "takes two minutes; tests/test_tune.py runs it",
     "selftest": "wants a GPU; tests/test_kernels.py runs it in an emulator",
 }
 NOT_RUN = {  # other lines, by how they begin

@@ -26,6 +26,7 @@ from smoe_mlx.replay import replay
 from smoe_mlx.speed import Compute, default_hit_rate, forecast
 from smoe_mlx.store.probe import DiskProbe
 from smoe_mlx.trace import load_trace
+from smoe_mlx.tuned import Tuned, remember
 
 DEMO = Path(smoe_mlx.__file__).parent / "demo"
 COMPUTE = Compute(token=0.020, syncs=0.004, prompt_token=0.001)
@@ -141,6 +142,13 @@ def test_a_model_that_does_not_fit_says_why_and_what_would_do(options, sim, word
     assert "demo: does not fit" in text
     useful = format_bytes(smoe_mlx.plan("demo", slots=1.0).useful, up=True)
     assert f"smoe-mlx generate demo --memory {useful.replace(' ', '')}" in text
+
+
+def test_what_was_tuned_is_said():
+    options = {"io": "direct", "threads": 8, "lookahead": True, "spec": 0, "decode": "auto"}
+    remember(DEMO, Tuned(None, options, None, 2.0, 1.0, "2026-11-30"))
+    assert "as tuned: io=direct (smoe-mlx tune" in str(diagnose("demo", StreamingConfig()))
+    assert "as tuned" not in str(diagnose("demo", StreamingConfig(slots=0.5)))
 
 
 def test_more_memory_than_there_is_is_a_problem(monkeypatch):

@@ -13,7 +13,8 @@ from test_server import GENERATE, serving, text_of
 import smoe_mlx
 from smoe_mlx.hub import find_model
 from smoe_mlx.load import load_model
-from smoe_mlx.server.session_files import SessionFiles, fingerprint
+from smoe_mlx.model_config import fingerprint
+from smoe_mlx.server.session_files import SessionFiles
 from smoe_mlx.server.sessions import Sessions, held_tokens, only_grows
 from smoe_mlx.server.turn import Stopped, stream_answer
 

@@ -20,6 +20,7 @@ from .layers.open import open_experts
 from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
 from .store.safetensors import SafetensorsMmap
 from .store.vault import Vault
+from .tune import Tuning, tune
 
 try:
     from .config import StreamingConfig
@@ -63,6 +64,7 @@ __all__ = [
     "StreamingSwitchGLU",
     "StreamingSwitchMLP",
     "TraceError",
+    "Tuning",
     "UnsupportedModelError",
     "Vault",
     "VaultError",
@@ -76,5 +78,6 @@ __all__ = [
     "shatter",
     "stats",
     "stream_generate",
+    "tune",
     "verify",
 ]

@@ -72,6 +72,8 @@ class StreamingConfig:
         hot_per_layer: the most used experts of each layer that are never evicted. They are chosen
             anew before each prompt. 0, since it loses more on some texts than it saves on others.
         govern: give slots back while the system is short of memory, and take them again later.
+        tuned: where nothing of memory and reading is asked for, do as `smoe-mlx tune` found to be
+            fastest for this model on this machine (docs/tuning.md).
         check: compare each record of a vault with its checksum when it is first read.
         debug: check the cache's bookkeeping at every step (slow).
 
@@ -98,6 +100,7 @@ class StreamingConfig:
     usage: str | os.PathLike[str] | None = None
     hot_per_layer: int = 0
     govern: bool = False
+    tuned: bool = True
     check: bool = False
     debug: bool = False
 

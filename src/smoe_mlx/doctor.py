@@ -27,6 +27,7 @@ from .speed import Compute, Forecast, forecast, measure_compute
 from .store.files import OpenFile, cache_folder, read_json, write_json
 from .store.probe import DiskProbe, probe_disk
 from .trace import Trace
+from .tuned import find_tuned
 
 # Of all memory, what could be had without swapping on two Macs in use: 17.4 of 24 GB, 33.8 of 48.
 AVAILABLE_SHARE = 0.7
@@ -176,6 +177,8 @@ def diagnose(
             download = sum(f.fingerprint.size for f in fetched)
             notes = _advice(whole, plan, problem, total, available, told)
             notes += known_problems(download)
+            if (tuned := None if is_remote else find_tuned(folder, config)) is not None:
+                notes.append(f"load will do as tuned: {tuned}. The forecast is without.")
             if sim_ram is not None and compute is not None:
                 notes.append("Compute was measured here: on another chip it will be another.")
             return Diagnosis(

@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,14 @@ from .layers.zero_experts import tell_true_routing
 from .model_config import read_config
 from .plan import MemoryPlan, ModelShape, format_bytes, make_plan
 from .shape import measure_shape
-from .skeleton import Skeleton, Switch, build_skeleton, other_children, replace_module
+from .skeleton import Skeleton, build_skeleton, other_children, replace_module
 from .stats import Streaming
 from .store.cuda import make_uploader
 from .store.files import mlx_reads
 from .store.reader import ExpertReader
 from .store.safetensors import Checkpoint, SafetensorsMmap
 from .store.vault import VAULT_FILE, Vault
+from .tuned import Tuned, find_tuned
 
 
 def load(
@@ -69,7 +71,8 @@ def load(
         revision: branch, tag or commit of a Hub repository.
         trust_remote_code: run Python code that lies in the model's folder.
         memory: ceiling for all that MLX allocates: bytes, or "12GB". With neither this nor
-            `slots`, the plan is made from the memory that this machine has free.
+            `slots`, the plan is made from the memory that this machine has free, and by what
+            `smoe-mlx tune` found.
         slots: instead: experts in memory over all layers (int), or a share of all (float, 0-1).
         config: instead of both: all options at once.
 
@@ -104,17 +107,18 @@ def load_model(
     adapter_path: str | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """`load` without the tokenizer, from a local folder. Returns (model, its config)."""
-    config = config or StreamingConfig()
+    config, tuned = _with_tuned(folder, config or StreamingConfig())
     checkpoint, vault = open_weights(folder)
     try:
         skeleton = build_skeleton(folder, checkpoint, model_config, trust_remote_code, vault)
         model = skeleton.model
-        shape, plan = _shape_and_plan(skeleton, config)
-        _limit_memory(plan)
+        shape, plan = _shape_and_plan(skeleton, config, tuned=tuned)
+        limit_memory(plan)
         files = checkpoint.files if vault is None else [vault]
         reader = ExpertReader(files, config.threads, config.io, make_uploader())
         model._streaming = install(skeleton, reader, plan, config)
         model._streaming.config, model._streaming.shape = config, shape
+        model._streaming.tuned = tuned
         if adapter_path is not None:
             _check_adapter(Path(adapter_path), skeleton)
             model = load_adapters(model, adapter_path)
@@ -165,10 +169,11 @@ def plan(
     """
     config = _streaming_config(memory, slots, config)
     folder = find_model(path_or_repo, revision)
+    config, tuned = _with_tuned(folder, config)
     checkpoint, vault = open_weights(folder)
     try:
         skeleton = build_skeleton(folder, checkpoint, model_config, trust_remote_code, vault)
-        return plan_for(skeleton, config)
+        return plan_for(skeleton, config, tuned=tuned)
     finally:
         checkpoint.close()
         if vault is not None:
@@ -216,23 +221,40 @@ def _open_vault(folder: Path, entry: Any) -> Vault | None:
 
 
 def plan_for(
-    skeleton: Skeleton, config: StreamingConfig, available: int | None = None
+    skeleton: Skeleton,
+    config: StreamingConfig,
+    available: int | None = None,
+    tuned: Tuned | None = None,
 ) -> MemoryPlan:
     """The plan for a model, with `available` bytes on the machine (None: what there is now)."""
-    return _shape_and_plan(skeleton, config, available)[1]
+    return _shape_and_plan(skeleton, config, available, tuned)[1]
 
 
 def _shape_and_plan(
-    skeleton: Skeleton, config: StreamingConfig, available: int | None = None
+    skeleton: Skeleton,
+    config: StreamingConfig,
+    available: int | None = None,
+    tuned: Tuned | None = None,
 ) -> tuple[ModelShape, MemoryPlan]:
     available = _available(config) if available is None else available
     try:
         shape = measure_shape(skeleton, config)
-        return shape, make_plan(skeleton.layouts, shape, config, max_buffer_nbytes(), available)
+        inputs = skeleton.layouts, shape, config, max_buffer_nbytes(), available
+        plan = make_plan(*inputs, None if tuned is None else tuned.slots)
+        if tuned is not None and tuned.memory is not None and plan.total > tuned.memory:
+            limited = replace(config, memory=tuned.memory)
+            plan = make_plan(skeleton.layouts, shape, limited, max_buffer_nbytes(), 0, tuned.slots)
+        return shape, plan
     except SmoeError:
         raise
     except (TypeError, ValueError) as e:
         raise CheckpointError(f"config.json: a number is none, or impossible ({e}).") from e
+
+
+def _with_tuned(folder: Path, config: StreamingConfig) -> tuple[StreamingConfig, Tuned | None]:
+    """The options that `smoe-mlx tune` found, where the user asks for nothing."""
+    tuned = find_tuned(folder, config)
+    return (config if tuned is None else replace(config, **tuned.options)), tuned
 
 
 def _available(config: StreamingConfig) -> int:
@@ -240,7 +262,7 @@ def _available(config: StreamingConfig) -> int:
     return available_nbytes() if config.memory is None and config.slots is None else 0
 
 
-def _limit_memory(plan: MemoryPlan) -> None:
+def limit_memory(plan: MemoryPlan) -> None:
     """Keep freed buffers within the plan, and say so if the plan is more than there is.
 
     MLX has one limit for the whole process: it is lowered, never raised.
@@ -274,7 +296,6 @@ def install(
         debug=config.debug,
     )
     kernels = KernelChooser(config.kernels)
-    modules: list[tuple[int, Switch, StreamingSwitchGLU | StreamingSwitchMLP]] = []
     layer = 0
     for switch in skeleton.switches:
         kind = StreamingSwitchGLU if switch.is_glu else StreamingSwitchMLP
@@ -297,24 +318,21 @@ def install(
         replace_module(skeleton.model, switch.path, module)
         if isinstance(module, (StreamingSwitchGLU, StreamingSwitchMLP)):
             tell_true_routing(look_up(skeleton.model, switch.path.rpartition(".")[0]), module)
-            modules.append((layer - 1, switch, module))
-    _install_bets(skeleton, modules, config)
+    install_bets(skeleton, config)
     decoding = Decoding(skeleton.model, cache, config.decode)
     return Streaming(cache, plan, decoding, kernels, config.hot_per_layer)
 
 
-def _install_bets(
-    skeleton: Skeleton,
-    modules: list[tuple[int, Switch, StreamingSwitchGLU | StreamingSwitchMLP]],
-    config: StreamingConfig,
-) -> None:
+def install_bets(skeleton: Skeleton, config: StreamingConfig) -> None:
     """Tell each streaming module what to read ahead. (Not layers with experts of several kinds.)"""
-    for i, (layer, here, module) in enumerate(modules):
+    found = [(switch, look_up(skeleton.model, switch.path)) for switch in skeleton.switches]
+    modules = [x for x in found if isinstance(x[1], (StreamingSwitchGLU, StreamingSwitchMLP))]
+    for i, (here, module) in enumerate(modules):
         wanted = []  # (layer, switch, ranks beyond the token's own)
         if config.lookahead and i + 1 < len(modules):
-            wanted.append((modules[i + 1][0], modules[i + 1][1], 0))
+            wanted.append((modules[i + 1][1]._layer, modules[i + 1][0], 0))
         if config.spec:
-            wanted.append((layer, here, config.spec))
+            wanted.append((module._layer, here, config.spec))
         bets = []
         for number, there, extra in wanted:
             dims = next(iter(there.linears.values())).input_dims

@@ -1,7 +1,12 @@
 """config.json: read within bounds, and looked at before mlx-lm builds what it describes."""
 
+import hashlib
+import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import mlx.core as mx
 
 from .errors import CheckpointError
 from .store.files import read_json
@@ -31,6 +36,17 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not valid JSON ({e}).") from None
     _check(config, path)
     return config
+
+
+def fingerprint(folder: Path, *options: Any) -> str:
+    """What tells a model and MLX from others: its files, versions, and `options`. 16 hex digits."""
+    files = [
+        (p.name, p.stat().st_size, p.stat().st_mtime_ns)
+        for p in sorted(folder.iterdir())
+        if p.suffix in (".safetensors", ".smoe") or p.name == "config.json"
+    ]
+    facts = [files, version("mlx"), version("mlx-lm"), str(mx.default_device()), options]
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
 
 
 def _check(config: dict[str, Any], path: Path) -> None:

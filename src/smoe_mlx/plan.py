@@ -331,10 +331,12 @@ def make_plan(
     config: StreamingConfig,
     max_buffer_nbytes: int,
     available_nbytes: int,
+    most_slots: int | None = None,
 ) -> MemoryPlan:
     """Turn a budget into slots.
 
     Args:
+        most_slots: have no more, whatever the memory holds.
         max_buffer_nbytes: the largest array the device takes.
         available_nbytes: memory that could be had on this machine, for a config without a budget.
 
@@ -378,8 +380,9 @@ def make_plan(
     def slots_nbytes(slots: int) -> int:
         return sum(b.nbytes for b in plan_banks(layouts, slots, max_buffer_nbytes))
 
-    def most_slots(room: float) -> int:
-        return _most_slots(slots_nbytes, int(room), fewest, total)
+    def slots_in(room: float) -> int:
+        most = total if most_slots is None else min(total, max(most_slots, fewest))
+        return _most_slots(slots_nbytes, int(room), fewest, most)
 
     steps = [config.prefill_step] if config.prefill_step else list(PREFILL_STEPS)
     widest = max(1, MAX_ROWS // max(s.top_k for s in shape.layers))
@@ -399,7 +402,7 @@ def make_plan(
             if room < fixed(steps[-1]) + slots_nbytes(total) and config.io != "direct":
                 page_cache = max(0, min(int(PAGE_CACHE_SHARE * available), rest))
                 room -= page_cache
-        slots = most_slots(room - fixed(steps[-1]))
+        slots = slots_in(room - fixed(steps[-1]))
         if slots < fewest:
             least = fixed(steps[-1]) + slots_nbytes(fewest)
             raise BudgetError(
@@ -422,7 +425,7 @@ def make_plan(
             step = next((s for s in steps if widths[s] <= wide), steps[-1])
             states = whole_chunks((free - wide) / 8, step, False)
             enough = reads if slots >= reads else fewest  # fewer get hardly any hits
-            slots = max(enough, most_slots(free - wide - states))
+            slots = max(enough, slots_in(free - wide - states))
         rest = room - slots_nbytes(slots)
         step = next((s for s in steps if fixed(s) + states <= rest), steps[-1])
         states = whole_chunks(min(states, rest - fixed(step)), step, outputs(slots))

@@ -16,6 +16,7 @@ from .errors import SmoeError
 from .panel import BUCKETS, Panel, TokenTimes
 from .replay import OPTIMAL, Report, overlap, uses
 from .trace import Trace
+from .tune import SLOTS, Tuning
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKS = "os^Dvx"
@@ -179,6 +180,31 @@ def plot_timeline(token: TokenTimes, path: Path = None) -> Any:
     axes.set_ylabel("MoE layer")
     _in_grey(axes)
     _legend(axes, loc="center left", bbox_to_anchor=(1, 0.5))
+    return _finished(figure, path)
+
+
+def plot_tuning(tuning: Tuning, path: Path = None) -> Any:
+    """Draw tokens a second over slots, and the speed of each option. As `plot_lines`."""
+    figure = new_figure()
+    left, right = figure.subplots(1, 2)
+    share = [100 * p.slots / tuning.num_experts for p in tuning.curve]
+    left.plot(share, [p.tps for p in tuning.curve], color=COLOURS[0], marker="o", label="measured")
+    for p in tuning.curve:
+        if p.slots == tuning.best.slots:
+            x = 100 * p.slots / tuning.num_experts
+            left.plot([x], [p.tps], color=COLOURS[1], marker="s", linestyle="", label="best")
+    left.set_xlabel("experts in memory (% of all)")
+    left.set_ylabel("decoding (tok/s)")
+    left.set_ylim(bottom=0)
+    options = [t for t in tuning.tried if t.name != SLOTS][::-1]
+    names = [", ".join(f"{k}={v}" for k, v in t.change.items()) for t in options]
+    colours = [COLOURS[1] if t.taken else COLOURS[0] for t in options]
+    right.barh(names, [t.speedup for t in options], color=colours)
+    right.axvline(1.0, color=GREY, linestyle="--", label="the best setting then")
+    right.set_xlabel("speed against it")
+    for axes in (left, right):
+        _in_grey(axes)
+        _legend(axes)
     return _finished(figure, path)
 
 

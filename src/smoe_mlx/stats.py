@@ -14,6 +14,7 @@ from .errors import UnsupportedModelError
 from .forward.decode import Decoding
 from .kernels.choose import KernelChooser
 from .plan import MemoryPlan, ModelShape, format_bytes
+from .tuned import Tuned
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Streaming:
     drafts: DraftStats = field(default_factory=DraftStats)
     config: StreamingConfig = field(default_factory=StreamingConfig)
     shape: ModelShape | None = None
+    tuned: Tuned | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Stats:
         dropped: experts that `decode="lossy"` left out. Unless 0, answers are not the model's own.
         kernels: what computes the experts of few tokens, and what the self-test of the kernels
             found.
+        tuned: what `smoe-mlx tune` found and was done, or "".
         peak_memory: most bytes that MLX held, of all it did in this process.
         plan: what was planned.
         prewarmed: experts that were read in idle time, because earlier runs used them most.
@@ -106,6 +109,7 @@ class Stats:
     decode_fallback: str
     dropped: int
     kernels: str
+    tuned: str
     peak_memory: int
     plan: MemoryPlan
     prewarmed: int
@@ -148,6 +152,7 @@ class Stats:
             + (f"; {self.failed_passes:,} passes done again" if self.failed_passes else "")
             + (f"; only exact: {self.decode_fallback}" if self.decode_fallback else ""),
             f"experts by        {self.kernels}",
+            *([f"as tuned          {self.tuned}"] if self.tuned else []),
             f"peak memory       {format_bytes(self.peak_memory)} "
             f"(plan {format_bytes(self.plan.total)})",
         ]
@@ -208,6 +213,7 @@ def stats(model: nn.Module) -> Stats:
         decode_fallback=streaming.decoding.optimistic.refused,
         dropped=streaming.decoding.dropped,
         kernels=str(streaming.kernels),
+        tuned=str(streaming.tuned or ""),
         peak_memory=mx.get_peak_memory(),
         plan=streaming.plan,
         prewarmed=cache.stats.prewarmed,

@@ -75,6 +75,12 @@ def add_budget(parser: argparse.ArgumentParser, slots: float | None = None) -> N
         "--govern", action="store_true", help="give slots back while the system lacks memory"
     )
     group.add_argument(
+        "--no-tuned",
+        dest="tuned",
+        action="store_false",
+        help="do not use what smoe-mlx tune found for this model",
+    )
+    group.add_argument(
         "--check", action="store_true", help="compare each record of a vault with its checksum"
     )
     parser.set_defaults(default_slots=slots)
@@ -151,6 +157,7 @@ def streaming_config(args: argparse.Namespace) -> StreamingConfig:
             usage=args.usage,
             hot_per_layer=args.hot_per_layer,
             govern=args.govern,
+            tuned=args.tuned,
             check=args.check,
         )
     except ValueError as e:

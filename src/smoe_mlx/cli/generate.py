@@ -162,10 +162,12 @@ def load_streamed(args: argparse.Namespace) -> tuple[Any, Any]:
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     if not args.quiet:
-        plan = stats(model).plan
+        s = stats(model)
+        tuned = f"; as tuned: {s.tuned}" if s.tuned else ""
         print(
-            f"loaded in {time.perf_counter() - start:.1f} s: {plan.slots:,} of "
-            f"{plan.num_experts:,} experts in memory at a time, {format_bytes(plan.total)} planned",
+            f"loaded in {time.perf_counter() - start:.1f} s: {s.plan.slots:,} of "
+            f"{s.plan.num_experts:,} experts in memory at a time, "
+            f"{format_bytes(s.plan.total)} planned{tuned}",
             file=sys.stderr,
         )
     return model, tokenizer

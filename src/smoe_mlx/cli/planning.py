@@ -1,4 +1,4 @@
-"""`smoe-mlx plan`, `doctor` and `bench`: will it run, in how much memory, how fast."""
+"""`smoe-mlx plan`, `doctor`, `bench` and `tune`: will it run, in how much memory, how fast."""
 
 import argparse
 import json
@@ -6,17 +6,22 @@ import time
 from typing import Any
 
 from mlx_lm.utils import load_tokenizer
+from tqdm import tqdm
 
 from ..bench import BUDGETS, bench
+from ..config import StreamingConfig
 from ..doctor import diagnose
+from ..errors import SmoeError
 from ..hub import find_model
 from ..load import plan as make_plan
+from ..plot import new_figure, plot_tuning
 from ..trace import load_trace
+from ..tune import SECONDS, tune
 from .flags import DEMO_PROMPT, add_budget, add_model, budgets, model_name, streaming_config
 
 
 def add_commands(commands: Any) -> None:
-    """plan, doctor, bench."""
+    """plan, doctor, bench, tune."""
     plan = commands.add_parser("plan", help="say what would be in memory, from headers alone")
     add_model(plan)
     add_budget(plan)
@@ -47,6 +52,18 @@ def add_commands(commands: Any) -> None:
     )
     bench_.add_argument("--json", action="store_true", help="print JSON")
     bench_.set_defaults(run=run_bench, decode="exact")
+
+    tune_ = commands.add_parser("tune", help="find the fastest budget and options, and keep them")
+    add_model(tune_)
+    tune_.add_argument("--memory", help="use no more, such as 12GB (default: what is free)")
+    tune_.add_argument("--context", type=int, help="tokens of KV cache to plan for")
+    tune_.add_argument(
+        "--seconds", type=float, default=SECONDS, help=f"for all of it (default: {SECONDS:.0f})"
+    )
+    tune_.add_argument("--plot", help="write a plot to this file (needs smoe-mlx[plots])")
+    tune_.add_argument("--json", action="store_true", help="print JSON")
+    tune_.add_argument("--quiet", "-q", action="store_true", help="show no progress")
+    tune_.set_defaults(run=run_tune)
 
 
 def run_plan(args: argparse.Namespace) -> None:
@@ -84,3 +101,27 @@ def run_bench(args: argparse.Namespace) -> None:
         time.process_time if args.cpu_time else time.perf_counter,
     )
     print(json.dumps(result.as_dict(), indent=2) if args.json else result)
+
+
+def run_tune(args: argparse.Namespace) -> None:
+    if not args.seconds > 0:
+        raise SmoeError("--seconds must be more than 0")
+    if args.plot is not None:
+        new_figure()  # is there matplotlib?
+    try:
+        config = StreamingConfig(memory=args.memory, context=args.context)
+    except ValueError as e:
+        raise SmoeError(str(e)) from e
+    with tqdm(
+        total=args.seconds, bar_format="{bar} {n:.0f} of {total:.0f} s: {desc}", disable=args.quiet
+    ) as bar:
+
+        def show(passed: float, what: str) -> None:
+            bar.update(min(passed, args.seconds) - bar.n)
+            bar.set_description_str(what)
+
+        name, folder = model_name(args), (args.revision, args.trust_remote_code)
+        tuning = tune(name, config, args.seconds, *folder, show)
+    if args.plot is not None:
+        plot_tuning(tuning, args.plot)
+    print(json.dumps(tuning.as_dict(), indent=2) if args.json else tuning)

@@ -18,9 +18,9 @@ from ..hub import find_model
 from ..load import load
 from ..load import plan as make_plan
 from ..machine import available_memory
+from ..model_config import fingerprint
 from ..plan import MemoryPlan, format_bytes, usable_nbytes
 from .errors import RequestError, UnknownModelError
-from .session_files import fingerprint
 from .sessions import Sessions
 
 DEFAULT = "default_model"  # what mlx-lm calls the model of a request that names none

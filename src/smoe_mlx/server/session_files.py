@@ -1,14 +1,12 @@
 """Sessions on disk: mlx-lm's prompt cache files, with the tokens they hold, under a size limit."""
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
 import uuid
 import zlib
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -120,17 +118,6 @@ def remove(path: Path) -> None:
     """Remove a session's file, if the disk will."""
     with contextlib.suppress(OSError):
         path.unlink()
-
-
-def fingerprint(folder: Path, *options: Any) -> str:
-    """What a model's KV caches depend on: its files, MLX, and `options`. 16 hexadecimal digits."""
-    files = [
-        (p.name, p.stat().st_size, p.stat().st_mtime_ns)
-        for p in sorted(folder.iterdir())
-        if p.suffix in (".safetensors", ".smoe") or p.name == "config.json"
-    ]
-    facts = [files, version("mlx"), version("mlx-lm"), str(mx.default_device()), options]
-    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
 
 
 def _about(file: SafetensorsMmap) -> dict[str, Any]:
