@@ -785,12 +785,3 @@ def test_a_failed_upload_is_a_failed_read(one_file):
     with pytest.raises(OSError, match="the GPU is gone"):
         reader.read([request(0, i * 10_000, 100) for i in range(6)])
     reader.close()
-
-
-def test_without_a_cuda_device_there_is_no_uploader():
-    import mlx.core as mx
-
-    from smoe_mlx.store.cuda import make_uploader
-
-    if mx.default_device() == mx.cpu or not mx.cuda.is_available():
-        assert make_uploader() is None
