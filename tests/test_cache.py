@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from safetensors.numpy import save_file
 
 from smoe_mlx.cache import experts as experts_module
-from smoe_mlx.cache.bank import SlotBank
+from smoe_mlx.cache.bank import SlotBank, _page_aligned_zeros
 from smoe_mlx.cache.experts import SharedExpertCache
 from smoe_mlx.errors import BudgetError, CheckpointError, ExpertReadError
 from smoe_mlx.store.layout import TensorSpec, layout_from_checkpoint
@@ -173,6 +173,11 @@ def test_aligned_banks_begin_at_pages_and_hold_the_same():
         assert not mx.any(array[mx.array([0, 2])]).item()
     for row in bank.rows(0):
         assert np.frombuffer(row, np.uint8).ctypes.data % 4096 == 0
+
+
+def test_a_bank_longer_than_mlx_counts_in_one_dimension_is_made_all_the_same():
+    # Nothing is evaluated, so nothing is allocated.
+    assert _page_aligned_zeros((4, 1 << 29), mx.uint8).shape == (4, 1 << 29)
 
 
 def test_layout_finds_each_expert_of_stacked_tensors(model):

@@ -550,6 +550,32 @@ def test_where_direct_is_refused_the_reader_says_so_and_works(monkeypatch, one_f
     reader.close()
 
 
+def test_where_there_is_f_nocache_direct_reads_have_a_descriptor_of_their_own(
+    monkeypatch, one_file
+):
+    """As on macOS."""
+    asked, fds = [], set()
+
+    def preadv(fd, buffers, offset):
+        fds.add(fd)
+        return real_preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(reader_module.fcntl, "F_NOCACHE", 48, raising=False)
+    monkeypatch.setattr(reader_module.fcntl, "fcntl", lambda *args: asked.append(args))
+    monkeypatch.setattr(os, "preadv", preadv)
+    reader = ExpertReader([one_file], threads=1, io="direct")
+    assert reader.io == "direct"
+    [(fd, what, on)] = asked
+    assert (what, on) == (48, 1)
+    assert fd != one_file.fileno(), "other readers of the file would lose the page cache"
+    read_and_check(reader, [one_file], far_apart)
+    assert fds == {fd}
+    reader.close()
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(fd)
+    one_file.check_unchanged()  # its own is still open
+
+
 pieces = st.lists(
     st.tuples(
         st.sampled_from([0, 0, 0, 96, PAGE]),  # gap in the file
@@ -785,12 +811,3 @@ def test_a_failed_upload_is_a_failed_read(one_file):
     with pytest.raises(OSError, match="the GPU is gone"):
         reader.read([request(0, i * 10_000, 100) for i in range(6)])
     reader.close()
-
-
-def test_without_a_cuda_device_there_is_no_uploader():
-    import mlx.core as mx
-
-    from smoe_mlx.store.cuda import make_uploader
-
-    if mx.default_device() == mx.cpu or not mx.cuda.is_available():
-        assert make_uploader() is None

@@ -198,6 +198,106 @@ def test_a_forged_header_is_refused_or_consistent(small, tmp_path, data):
         vault.close()
 
 
+T = ("geometries", 0, "tensors", 1)
+FORGED = [  # (where in the header, what stands there, why it is refused)
+    (("id",), None, "not an object with an id"),
+    (("layers",), [], "has no layers"),
+    (("geometries",), {}, "has no geometries"),
+    *((("layers", 0), x, "a layer is malformed") for x in ("x", {}, None)),
+    *(
+        (("layers", 0, "num_experts"), x, "a layer is malformed")
+        for x in (0, -1, (1 << 20) + 1, "2", None)
+    ),
+    (("layers", 0, "num_experts"), 3, "table has 3 records, its layers another"),
+    (("layers", 0, "path"), 3, "a layer is malformed"),
+    *((("layers", 1, "geometry"), x, "a layer is malformed") for x in (2, -1, None)),
+    (("layers", 1, "geometry"), 0, "wrong length"),
+    *(
+        (("layers", 0, "experts"), x, "experts of a layer are malformed")
+        for x in ("01", [0], [0, 1, 2], [0, -1], [0, None])
+    ),
+    *((("layers", 0, "experts"), x, "a.b does not list") for x in ([0, 0], [1, 2])),
+    (("layers", 1, "path"), "a.b", "a.b does not list"),
+    (("geometries", 0), [], "a geometry is malformed"),
+    (("geometries", 0, "record_nbytes"), "8192", "a geometry is malformed"),
+    (("geometries", 0, "record_nbytes"), 4096 + 9, "too short for its tensors"),
+    (("geometries", 0, "record_nbytes"), 4096 + 10, "wrong length"),
+    (("geometries", 0, "tensors"), [], "has no tensors"),
+    (T, "x", "a tensor of a geometry is malformed"),
+    *(((*T, k), 3, "a tensor of a geometry is malformed") for k in ("projection", "kind", "dtype")),
+    ((*T, "kind"), "weight", "up_proj.weight is named twice"),
+    ((*T, "dtype"), "X9", "up_proj.scales has an impossible dtype or shape"),
+    *(((*T, "shape"), x, "scales has an impossible dtype or shape") for x in (5, [-1], ["5"])),
+    *(((*T, "nbytes"), x, "up_proj.scales has a wrong number of bytes") for x in (11, 9, None)),
+    *(
+        ((*T, "offset"), x, "up_proj.scales overlaps or is not aligned")
+        for x in (4097, 0, -4096, None)
+    ),
+]  # fmt: skip
+
+
+def forged(small, plan) -> bytes:
+    """The small vault with the front of a plan, all checksums right."""
+    front = front_matter(plan)
+    return front + small[1][len(front) :]
+
+
+@pytest.mark.parametrize(("where", "value", "why"), FORGED)
+def test_each_fault_of_a_header_is_refused_for_what_it_is(small, tmp_path, where, value, why):
+    plan = plan_vault([("a.b", 2, SPECS), ("a.c", 1, SPECS[:1])], {"id": "0123"})
+    document = json.loads(plan.header)
+    inner = document
+    for key in where[:-1]:
+        inner = inner[key]
+    inner[where[-1]] = value
+    plan.header = json.dumps(document).encode().ljust(1024)
+    path = tmp_path / "v.smoe"
+    path.write_bytes(forged(small, plan))
+    with pytest.raises(smoe_mlx.VaultError, match=why) as e:
+        Vault(path)
+    assert str(path) in str(e.value)
+
+
+def test_experts_may_stand_in_another_order(small, tmp_path):
+    plan = plan_vault([("a.b", (1, 0), SPECS), ("a.c", 1, SPECS[:1])], {"id": "0123"})
+    path = tmp_path / "v.smoe"
+    path.write_bytes(forged(small, plan))
+    with Vault(path) as vault:
+        assert [x.experts for x in vault.layouts] == [(1, 0), None]
+        assert vault.layouts[0].name(0) == "expert 1"
+
+
+@pytest.mark.parametrize(
+    ("field", "row", "value", "why"),
+    [
+        ("layer", 0, 1, "not in the order"),
+        ("expert", 1, 0, "not in the order"),
+        ("zero", 2, 1, "not in the order"),
+        ("length", 0, 4096, "wrong length"),
+        ("offset", 2, 65536 + 16384, "lies outside the file"),
+        ("offset", 2, 1 << 63, "lies outside the file"),
+        ("offset", 2, 65536, "overlaps another, is not aligned or lies outside"),
+        ("offset", 2, 49152 + 1, "overlaps another, is not aligned"),
+        ("offset", 0, 0, "overlaps another"),
+        ("offset", 1, 16384, "overlaps another"),
+        ("offset", 2, 32768, "overlaps another"),
+    ],
+)
+def test_each_fault_of_a_table_is_refused_for_what_it_is(small, tmp_path, field, row, value, why):
+    plan = plan_vault([("a.b", 2, SPECS), ("a.c", 1, SPECS[:1])], {"id": "0123"})
+    plan.table[field][row] = value
+    (tmp_path / "v.smoe").write_bytes(forged(small, plan))
+    with pytest.raises(smoe_mlx.VaultError, match=why):
+        Vault(tmp_path / "v.smoe")
+
+
+def test_more_experts_than_a_vault_can_hold_are_refused_before_any_memory_is_taken():
+    with pytest.raises(smoe_mlx.VaultError, match="1048577 experts are more"):
+        plan_vault([("a", 1 << 20, SPECS), ("b", 1, SPECS)], {"id": "0"})
+    with pytest.raises(smoe_mlx.VaultError, match="more than a vault can hold"):
+        plan_vault([("a", 1, SPECS)], {"id": "0" * (16 << 20)})
+
+
 @settings(
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -229,13 +329,17 @@ def check_consistent(vault: Vault, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "why"),
     [
-        {"header_nbytes": 1 << 60}, {"count": 1 << 60}, {"data_offset": 1 << 62},
-        {"version": 2}, {"version": 0}, {"alignment": 4096}, {"zero": 1}, {"file_nbytes": 1},
+        ({"header_nbytes": 1 << 60}, "do not fit"), ({"count": 1 << 60}, "do not fit"),
+        ({"data_offset": 1 << 62}, "do not fit"), ({"data_offset": 32768}, "do not fit"),
+        ({"version": 2}, "format 2 is newer"), ({"version": 0}, "unknown format"),
+        ({"alignment": 4096}, "unknown format"), ({"zero": 1}, "unknown format"),
+        ({"file_nbytes": 1}, "truncated or extended: 65536 bytes, it should have 1"),
+        ({"body_crc": 0}, "header or table is damaged"), ({"magic": b"SMOE-MLY"}, "not a vault"),
     ],
 )  # fmt: skip
-def test_forged_first_bytes_are_refused_before_anything_is_allocated(small, tmp_path, fields):
+def test_forged_first_bytes_are_refused_before_anything_is_allocated(small, tmp_path, fields, why):
     names = ("magic", "version", "alignment", "header_nbytes", "count", "data_offset",
              "file_nbytes", "zero", "body_crc", "crc")  # fmt: skip
     values = dict(zip(names, PREAMBLE.unpack(small[1][:64]), strict=True)) | fields
@@ -243,10 +347,12 @@ def test_forged_first_bytes_are_refused_before_anything_is_allocated(small, tmp_
     first = first[:-4] + zlib.crc32(first[:-4]).to_bytes(4, "little")
     path = tmp_path / "v.smoe"
     path.write_bytes(first + small[1][64:])
-    with pytest.raises(
-        smoe_mlx.VaultError, match="newer" if fields == {"version": 2} else "v.smoe"
-    ):
+    with pytest.raises(smoe_mlx.VaultError, match=f"v.smoe: .*{why}"):
         Vault(path)
+    path.write_bytes(first[:-1] + bytes([first[-1] ^ 1]) + small[1][64:])
+    if "newer" not in why and "not a vault" not in why:
+        with pytest.raises(smoe_mlx.VaultError, match="its first 64 bytes are damaged"):
+            Vault(path)
 
 
 def test_damage_in_a_record_is_found_by_verify_and_named(small, tmp_path):
@@ -258,6 +364,43 @@ def test_damage_in_a_record_is_found_by_verify_and_named(small, tmp_path):
         path.write_bytes(data)
         with pytest.raises(smoe_mlx.VaultError, match=f"expert {expert} of {layer}"):
             smoe_mlx.verify(path)
+
+
+def test_each_step_of_writing_is_on_the_disk_before_the_next(tmp_path, monkeypatch):
+    """What a power cut leaves is what an earlier moment left."""
+    real = {name: getattr(os, name) for name in ("fsync", "pwrite", "replace", "unlink")}
+    names, steps = {}, []
+
+    def named(fd):
+        names.update((p.stat().st_ino, p.name) for p in [*tmp_path.iterdir(), tmp_path])
+        return names[os.fstat(fd).st_ino]
+
+    def fsync(fd):
+        steps.append(f"sync {named(fd)}")
+        if steps[-1].endswith("journal"):
+            assert os.fstat(fd).st_size, "what was written is not even with the system"
+        real["fsync"](fd)
+
+    def pwrite(fd, data, at):
+        steps.append("write front" if at == 0 else "write")
+        return real["pwrite"](fd, data[:20], at)  # short writes are continued
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "replace", lambda *a: (steps.append("name"), real["replace"](*a)))
+    monkeypatch.setattr(os, "unlink", lambda *a: (steps.append("unlink"), real["unlink"](*a)))
+    before = len(os.listdir("/dev/fd"))
+    path = small_vault(tmp_path / "v.smoe")
+    assert len(os.listdir("/dev/fd")) == before
+    journal, layer = "sync v.smoe.journal", ["write", "sync v.smoe.partial", "sync v.smoe.journal"]
+    assert [k for k, _ in itertools.groupby(steps)] == [
+        journal, *layer, *layer, "write front", "write", "sync v.smoe.partial", "name",
+        f"sync {tmp_path.name}", "unlink",
+    ]  # fmt: skip
+    assert [p.name for p in tmp_path.iterdir()] == ["v.smoe"]
+    with Vault(path) as vault:
+        for i in range(3):
+            vault.verify_record(i)
 
 
 # ---- shatter -------------------------------------------------------------------------------------

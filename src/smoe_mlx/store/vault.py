@@ -394,6 +394,7 @@ class VaultWriter:
             if not self.done:
                 with open(self.journal, "w") as f:
                     f.write(json.dumps({"plan": self._plan_id()}) + "\n")
+                    f.flush()
                     _sync(f.fileno())
         except BaseException:
             self.close()
