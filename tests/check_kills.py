@@ -1,4 +1,4 @@
-"""kill -9 at random moments of shatter, session saves and usage saves: the old state or the new one.
+"""kill -9 at random moments of shatter, session and usage saves: the old state or the new one.
 
     python tests/check_kills.py --times 200
 
@@ -30,7 +30,6 @@ import smoe_mlx
 from smoe_mlx.cache.usage import Usage
 from smoe_mlx.server.session_files import SessionFiles
 from smoe_mlx.store.layout import ExpertLayout, TensorSpec
-from smoe_mlx.store.vault import VAULT_FILE
 
 KINDS = ("shatter", "session", "usage")
 
@@ -88,8 +87,10 @@ class Shatter:
             if dice.random() < 0.3:
                 return "left to the next"
             run(self.work)
-        if {p.name: p.read_bytes() for p in self.dst.iterdir()} != self.whole:
-            sys.exit("a vault that is not what was to be written")
+        found = {p.name: p.read_bytes() for p in self.dst.iterdir()}
+        if found != self.whole:
+            other = {k for k in found.keys() | self.whole if found.get(k) != self.whole.get(k)}
+            sys.exit(f"a vault that is not what was to be written: {other}")
         run(lambda: smoe_mlx.verify(self.dst, self.source))
         shutil.rmtree(self.dst)
         return "new" if there else "old, and gone on with"

@@ -157,7 +157,8 @@ class SharedExpertCache:
         check: compare experts that have a checksum with it, when they are first read.
         debug: check the bookkeeping on every claim (slow).
 
-    One thread at a time may run a model on this cache; another may take over between calls.
+    Threads may take turns, or run a model side by side: what another one still has to evaluate
+    keeps its memory, and this one starts with new memory. `generate` takes turns token by token.
 
     Attributes:
         trace: if set, called as `trace(layer, ids [..., k])` with the routing of every layer call.
@@ -185,7 +186,8 @@ class SharedExpertCache:
         # While a prompt goes layer by layer: what switch modules call in place of computing.
         self.defer: Callable[..., mx.array | None] | None = None
         self._pending: list[mx.array] = []
-        self._unread: list[tuple[int, mx.array]] = []
+        self._holders = set[int]()  # the threads that these outputs are of
+        self._unread: list[tuple[int, mx.array, int]] = []
         self._hot = set[Key]()  # what `pin_only` pinned
         self._claimed: Set[Key] = set()  # what the last claim needs: no bet evicts it
         self._loading: _Loading | None = None
@@ -543,14 +545,17 @@ class SharedExpertCache:
 
     def saw_later(self, layer: int, indices: mx.array) -> None:
         """A call of a complete layer took these experts; the host reads that when it next waits."""
-        self._unread.append((layer, indices))
+        self._unread.append((layer, indices, threading.get_ident()))
         if len(self._unread) > len(self.layouts):
             self.catch_up()
 
     def catch_up(self) -> None:
         """Count what `saw_later` was told. By now it has been evaluated, nearly always."""
         unread, self._unread = self._unread, []
-        for layer, indices in unread:
+        me = threading.get_ident()
+        for layer, indices, thread in unread:
+            if thread != me:  # it may be evaluating them at this moment: see _settle
+                continue
             try:
                 ids = np.array(indices).ravel().tolist()
             except Exception:  # built by another thread, and never evaluated: see _settle
@@ -627,11 +632,8 @@ class SharedExpertCache:
         missing = [e for e in dict.fromkeys(experts) if table[e] < 0 and (layer, e) not in busy]
         if not missing:
             return
-        try:
-            mx.eval(self._pending)
-        except Exception:  # not for a bet to decide what becomes of it: see _settle
+        if not self._evaluate():  # not for a bet to decide what becomes of it: see _settle
             return
-        self._pending = []
         keep = self._claimed | {(layer, e) for e in experts}
         try:
             for e in missing:
@@ -723,6 +725,7 @@ class SharedExpertCache:
     def hold(self, y: mx.array) -> None:
         """Rewrite no slot before `y`, computed from this cache's arrays, has been evaluated."""
         self._pending.append(y)
+        self._holders.add(threading.get_ident())
 
     def settle(self) -> None:
         """Evaluate all outputs that still read from slots."""
@@ -735,21 +738,33 @@ class SharedExpertCache:
             self._settle()
 
     def _settle(self) -> None:
-        if not self._pending:
+        if not self._pending or self._evaluate():
             return
+        # They may yet be evaluated, and then their slots must have their bytes: leave the memory
+        # to them, and start with new.
+        try:
+            self.stats.abandoned += 1
+            self._abandon([b for b in self._banks if not b.holds_all], drop_pending=True)
+        except BaseException:
+            self._recover()
+            raise
+
+    def _evaluate(self) -> bool:
+        """Evaluate all held outputs. False if that cannot be done here.
+
+        Those of another thread may be under evaluation there, and MLX does not bear two threads at
+        that; or they never were, and no other thread can. Or they cannot be evaluated at all.
+        """
+        others = self._holders - {threading.get_ident()}
+        if others and others & {t.ident for t in threading.enumerate()}:
+            return False
         try:
             mx.eval(self._pending)
-            self._pending = []
         except Exception:
-            # Built by another thread and never evaluated there, so that MLX cannot evaluate it
-            # here, or it cannot be evaluated at all. It may yet be tried, and then its slots must
-            # have their bytes: leave them to it, and start with new memory.
-            try:
-                self.stats.abandoned += 1
-                self._abandon([b for b in self._banks if not b.holds_all], drop_pending=True)
-            except BaseException:
-                self._recover()
-                raise
+            return False
+        self._pending = []
+        self._holders.clear()
+        return True
 
     def _abandon(self, banks: Sequence[_Bank], drop_pending: bool = False) -> None:
         """Leave the memory of banks to whatever may still read it, and start with new memory."""
@@ -762,6 +777,7 @@ class SharedExpertCache:
                     bank.forget()
                 if drop_pending:
                     self._pending = []
+                    self._holders.clear()
                 break
             except KeyboardInterrupt as e:  # not half of it
                 interrupt = e
