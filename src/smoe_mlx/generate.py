@@ -167,13 +167,14 @@ def speculative_generate_step(
     seconds = 0.0  # that the last pass took
     pin_hot(streaming)
     try:
-        with mx.stream(stream):
+        with streaming.cache.lock, mx.stream(stream):
             total = len(prompt)
             progress(0, total)
             logits = prefill(model, streaming, prompt, cache, step_size, quantize_cache, progress)
             if second is not None and room_of(cache) >= 2:
                 second.feed(text)
             token, logprobs = emit(logits, prompt)
+            streaming.cache.settle()  # all is evaluated: another thread may take its turn
             progress(total, total)
         text.append(token)
         from_draft = False
@@ -185,7 +186,7 @@ def speculative_generate_step(
             if n == max_tokens:
                 break
             start = time.perf_counter()
-            with mx.stream(stream):
+            with streaming.cache.lock, mx.stream(stream):
                 if from_draft:  # the last pass went on from this very token
                     row, ahead = row + 1, ahead - 1
                 else:
@@ -203,6 +204,7 @@ def speculative_generate_step(
                     row, ahead, seconds = 0, len(drafts), 0.0
                 token, logprobs = sample(logits[:, row, :], mx.array([token], prompt.dtype))
                 streaming.decoding.done()
+                streaming.cache.settle()
             text.append(token)
             from_draft = row < len(drafts) and token == drafts[row]
             streaming.drafts.accepted += from_draft

@@ -3,6 +3,7 @@
 Claims, and with them all that must hold for a slot, are in slots.py.
 """
 
+import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 
@@ -30,7 +31,8 @@ class SharedExpertCache(SlotCache):
         check: compare experts that have a checksum with it, when they are first read.
         debug: check the bookkeeping on every claim (slow).
 
-    One thread at a time may run a model on this cache; another may take over between calls.
+    Threads may take turns, or run a model side by side: what another one still has to evaluate
+    keeps its memory, and this one starts with new memory. `generate` takes turns token by token.
 
     Attributes:
         trace: if set, called as `trace(layer, ids [..., k])` with the routing of every layer call.
@@ -73,14 +75,17 @@ class SharedExpertCache(SlotCache):
 
     def saw_later(self, layer: int, indices: mx.array) -> None:
         """A call of a complete layer took these experts; the host reads that when it next waits."""
-        self._unread.append((layer, indices))
+        self._unread.append((layer, indices, threading.get_ident()))
         if len(self._unread) > len(self.layouts):
             self.catch_up()
 
     def catch_up(self) -> None:
         """Count what `saw_later` was told. By now it has been evaluated, nearly always."""
         unread, self._unread = self._unread, []
-        for layer, indices in unread:
+        me = threading.get_ident()
+        for layer, indices, thread in unread:
+            if thread != me:  # it may be evaluating them at this moment: see _settle
+                continue
             try:
                 ids = np.array(indices).ravel().tolist()
             except Exception:  # built by another thread, and never evaluated: see _settle
@@ -157,11 +162,8 @@ class SharedExpertCache(SlotCache):
         missing = [e for e in dict.fromkeys(experts) if table[e] < 0 and (layer, e) not in busy]
         if not missing:
             return
-        try:
-            mx.eval(self._pending)
-        except Exception:  # not for a bet to decide what becomes of it: see _settle
+        if not self._evaluate():  # not for a bet to decide what becomes of it: see _settle
             return
-        self._pending = []
         keep = self._claimed | {(layer, e) for e in experts}
         try:
             for e in missing:

@@ -49,7 +49,8 @@ class SlotCache:
         # While a prompt goes layer by layer: what switch modules call in place of computing.
         self.defer: Callable[..., mx.array | None] | None = None
         self._pending: list[mx.array] = []
-        self._unread: list[tuple[int, mx.array]] = []
+        self._holders = set[int]()  # the threads that these outputs are of
+        self._unread: list[tuple[int, mx.array, int]] = []
         self._hot = set[Key]()  # what `pin_only` pinned
         self._claimed: Set[Key] = set()  # what the last claim needs: no bet evicts it
         self._loading: Loading | None = None
@@ -403,6 +404,7 @@ class SlotCache:
     def hold(self, y: mx.array) -> None:
         """Rewrite no slot before `y`, computed from this cache's arrays, has been evaluated."""
         self._pending.append(y)
+        self._holders.add(threading.get_ident())
 
     def settle(self) -> None:
         """Evaluate all outputs that still read from slots."""
@@ -415,21 +417,33 @@ class SlotCache:
             self._settle()
 
     def _settle(self) -> None:
-        if not self._pending:
+        if not self._pending or self._evaluate():
             return
+        # They may yet be evaluated, and then their slots must have their bytes: leave the memory
+        # to them, and start with new.
+        try:
+            self.stats.abandoned += 1
+            self._abandon([b for b in self._banks if not b.holds_all], drop_pending=True)
+        except BaseException:
+            self._recover()
+            raise
+
+    def _evaluate(self) -> bool:
+        """Evaluate all held outputs. False if that cannot be done here.
+
+        Those of another thread may be under evaluation there, and MLX does not bear two threads at
+        that; or they never were, and no other thread can. Or they cannot be evaluated at all.
+        """
+        others = self._holders - {threading.get_ident()}
+        if others and others & {t.ident for t in threading.enumerate()}:
+            return False
         try:
             mx.eval(self._pending)
-            self._pending = []
         except Exception:
-            # Built by another thread and never evaluated there, so that MLX cannot evaluate it
-            # here, or it cannot be evaluated at all. It may yet be tried, and then its slots must
-            # have their bytes: leave them to it, and start with new memory.
-            try:
-                self.stats.abandoned += 1
-                self._abandon([b for b in self._banks if not b.holds_all], drop_pending=True)
-            except BaseException:
-                self._recover()
-                raise
+            return False
+        self._pending = []
+        self._holders.clear()
+        return True
 
     def _abandon(self, banks: Sequence[Bank], drop_pending: bool = False) -> None:
         """Leave the memory of banks to whatever may still read it, and start with new memory."""
@@ -442,6 +456,7 @@ class SlotCache:
                     bank.forget()
                 if drop_pending:
                     self._pending = []
+                    self._holders.clear()
                 break
             except KeyboardInterrupt as e:  # not half of it
                 interrupt = e

@@ -302,6 +302,7 @@ def _write_vault(
     if path.exists():  # an earlier run came to the end of the vault
         with Vault(path) as vault:
             if vault.header["id"] == json.loads(plan.header)["id"]:
+                path.with_name(f"{path.name}.journal").unlink(missing_ok=True)
                 return
         path.unlink()
     sizes = np.bincount(plan.table["layer"], plan.table["length"]).astype(int).tolist()
