@@ -94,7 +94,7 @@ def test_python(text, tmp_path, monkeypatch):
 def test_commands(lines, tmp_path, monkeypatch, capsys):
     """As they are shown, but for a model that is named: the demo; and for 8 tokens only."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "BUDGETS", [0.5])
+    monkeypatch.setattr(cli.planning, "BUDGETS", [0.5])
     for name in ("text.txt", "core.py", "pages.md"):
         (tmp_path / name).write_text("def f(x):\n    return x\n" * 4)
     for line in lines:

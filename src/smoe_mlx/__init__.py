@@ -20,7 +20,6 @@ from .layers.open import open_experts
 from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
 from .store.safetensors import SafetensorsMmap
 from .store.vault import Vault
-from .tune import Tuning, tune
 
 try:
     from .config import StreamingConfig
@@ -34,6 +33,7 @@ try:
     from .sculptor.shatter import shatter
     from .sculptor.verify import verify
     from .stats import Stats, stats
+    from .tune import Tuning, tune
 except ModuleNotFoundError as e:  # what is above serves models of one's own without mlx-lm
     if e.name != "mlx_lm":
         raise

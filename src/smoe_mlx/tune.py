@@ -385,12 +385,14 @@ class Tuning:
     """What was measured and found.
 
     Attributes:
+        model, num_experts: the name as given, and its routed experts over all layers.
         start, best: the settings without tuning and with it.
         start_tps, best_tps: their tokens a second, in turns side by side at the end.
-        start_prompt_tps, best_prompt_tps: of the prompt; 0 if there was no time.
+        prompt_tokens, start_prompt_tps, best_prompt_tps: of the prompt; 0 if there was no time.
         curve: by slots.
         tried: the alternatives, with their speed against the best setting until then.
         spread: how much turns of one setting differed: 1.1 by a tenth.
+        turns, seconds: what it took.
         ended: why not all was tried, or "".
     """
 
@@ -469,13 +471,21 @@ def tune(
     All settings give the same bits. A Ctrl-C ends it; the best so far is kept.
 
     Args:
+        path_or_repo: as for `load`.
         config: `memory` limits it (None: what this machine has free); options that it names
             otherwise than by default are where the search begins.
+        seconds: of this, a fifth goes to a last comparison with the defaults.
+        revision: as for `load`.
+        trust_remote_code: as for `load`.
         progress: called with the seconds passed, and what was measured last.
+
+    Returns:
+        What was measured and found. `print` it for a table.
 
     Raises:
         BudgetError: too little memory, or too little for one token's experts.
-        Others: as `load`.
+        ValueError: slots, or what changes bits, is asked for.
+        ModelNotFoundError, UnsupportedModelError, CheckpointError, VaultError: as `load`.
     """
     config = replace(config or StreamingConfig(), tuned=False, usage=None, govern=False)
     if config.slots is not None or config.decode == "lossy" or config.hot_per_layer:

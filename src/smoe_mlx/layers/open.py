@@ -43,6 +43,9 @@ def open_experts(
             fc2, as `activation(x)`, by default GELU.
         threads, io: as in `StreamingConfig`.
 
+    Returns:
+        A module for each of `names`.
+
     Raises:
         CheckpointError: no such file, or tensors are missing or do not go together.
         BudgetError: less than one slot.
