@@ -94,7 +94,6 @@ def test_python(text, tmp_path, monkeypatch):
 def test_commands(lines, tmp_path, monkeypatch, capsys):
     """As they are shown, but for a model that is named: the demo; and for 8 tokens only."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli.planning, "BUDGETS", [0.5])
     for name in ("text.txt", "core.py", "pages.md"):
         (tmp_path / name).write_text("def f(x):\n    return x\n" * 4)
     for line in lines:
@@ -105,6 +104,8 @@ def test_commands(lines, tmp_path, monkeypatch, capsys):
             continue
         if words[0] in ("demo", "generate", "stats", "trace", "bench"):
             words += ["-m", "8"]
+        if words[0] == "bench":
+            words += ["--budgets", "0.5"]
         assert cli.main(words) in (0, None), line
 
 
@@ -139,6 +140,16 @@ def test_printed_plans_are_what_plan_prints(capsys, tmp_path, monkeypatch):
     for command, printed in shown:
         assert cli.main(shlex.split(command)[1:]) == 0
         assert capsys.readouterr().out == printed
+
+
+def test_the_figures_of_the_readme_stand_in_the_tables():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    measured = re.search(r"## Measured\n(.*?)\n## ", readme, re.S)[1]
+    figures = re.findall(r"\d[\d.,]*\d", re.sub(r"Qwen\S+|H200", "", measured))
+    assert len(figures) > 12
+    tables = "".join((ROOT / "docs" / f).read_text() for f in ("performance.md", "prefill.md"))
+    for figure in figures:
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", tables), figure
 
 
 def test_symptoms_are_messages_of_the_library():

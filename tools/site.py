@@ -2,12 +2,11 @@
 
 * Pages that stand elsewhere because people and tools look for them there (CONTRIBUTING.md, ...).
   Links are written as they are right in the repository, and are turned here.
-* Every notebook of examples/ as a page, with its outputs, and a page that lists all examples.
+* Every notebook of examples/ as a page, with its outputs; its README.md; and the scripts as files.
 * `<!-- figures: prefill.md#figures -->` becomes that section of that page, so that a table stands
   in one file and can be read in two places.
 """
 
-import ast
 import json
 import posixpath
 import re
@@ -17,13 +16,15 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted(ROOT.glob("examples/*.ipynb"))
+SCRIPTS = sorted(ROOT.glob("examples/*.py"))
 ELSEWHERE = {  # in the repository -> on the site
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changes.md",
     "src/smoe_mlx/demo/CARD.md": "demo-model.md",
-    "examples": "examples.md",
+    "examples/README.md": "examples.md",
     **{f"examples/{p.name}": f"examples/{p.stem}.md" for p in NOTEBOOKS},
+    **{f"examples/{p.name}": f"examples/{p.name}" for p in SCRIPTS},
 }
 IN_REPOSITORY = {site: path for path, site in ELSEWHERE.items()}
 
@@ -36,12 +37,13 @@ def on_config(config):
 
 def on_files(files, config):
     for path, site in ELSEWHERE.items():
-        if path == "examples":
-            files.append(File.generated(config, site, content=examples_page()))
-        elif path.endswith(".ipynb"):
+        if path.endswith(".ipynb"):
             files.append(File.generated(config, site, content=notebook_page(ROOT / path)))
-        else:
+        elif (ROOT / path).exists():
             files.append(File.generated(config, site, abs_src_path=str(ROOT / path)))
+        else:  # no examples/README.md
+            names = "".join(f"* [{p.name}](examples/{p.name})\n" for p in SCRIPTS)
+            files.append(File.generated(config, site, content=f"# Examples\n\n{names}"))
     return files
 
 
@@ -82,17 +84,6 @@ def section(name: str, anchor: str) -> str:
             break
         out += f"#{parts[i]} {parts[i + 1]}\n{parts[i + 2]}"
     return out.strip()
-
-
-def examples_page() -> str:
-    lines = ["# Examples", "", "In the folder `examples/`. All run offline, on the demo model.", ""]
-    for path in NOTEBOOKS:
-        title = notebook_page(path).partition("\n")[0].lstrip("# ")
-        lines.append(f"* [{title}](examples/{path.stem}.md)")
-    for path in sorted(ROOT.glob("examples/*.py")):
-        says = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        lines.append(f"* `{path.name}`: {says.partition(chr(10))[0]}")
-    return "\n".join(lines) + "\n"
 
 
 def notebook_page(path: Path) -> str:
