@@ -49,10 +49,10 @@ def open_experts(
     Raises:
         CheckpointError: no such file, or tensors are missing or do not go together.
         BudgetError: less than one slot.
-        ValueError: no names.
+        ValueError: no names, or a string.
     """
-    if not names:
-        raise ValueError("names is empty: name the modules whose experts to open")
+    if isinstance(names, str) or not names:
+        raise ValueError(f"names={names!r}: give a list of modules, one at least")
     checkpoint = Checkpoint(path)
     try:
         layouts = [_layout(checkpoint, name) for name in names]
