@@ -78,6 +78,11 @@ def test_fewer_slots_than_a_token_s_experts_get_no_hits():
     assert told(39).nbytes == 40e6
 
 
+def test_a_hit_rate_that_is_given_is_taken():
+    f = forecast(plan_of(LAYOUTS, SHAPE, slots=160), StreamingConfig(), COMPUTE, DISK, hit_rate=0.9)
+    assert (f.hit_rate, f.traced, f.nbytes) == (0.9, False, pytest.approx(40 * 0.1 * 1e6))
+
+
 def test_more_slots_and_a_faster_disk_are_never_slower():
     times = [told(n).token.likely for n in (20, 40, 80, 160, 320, 639, 1.0)]
     assert times == sorted(times, reverse=True)

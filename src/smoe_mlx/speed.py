@@ -213,8 +213,12 @@ def forecast(
     disk: DiskProbe,
     trace: Trace | None = None,
     prompt_tokens: int = 512,
+    hit_rate: float | None = None,
 ) -> Forecast:
-    """Seconds a token and for a prompt, with the plan's slots."""
+    """Seconds a token and for a prompt, with the plan's slots.
+
+    The hit rate is that of the trace if there is one, else the one given, else the default curve's.
+    """
     layers = sum(len(b.layers) for b in plan.banks)
     top_k = plan.expert_reads / layers
     expert_nbytes = plan.experts_nbytes / plan.num_experts
@@ -248,6 +252,8 @@ def forecast(
         rates = [1.0] * 3
     elif trace is not None:
         rates = [traced_hit_rate(trace, plan, config.policy)] * 3
+    elif hit_rate is not None:
+        rates = [hit_rate] * 3
     else:
         rates = [default_hit_rate(plan, x) for x in (NARROW_CURVE, CURVE, EVEN_CURVE)]
     likely = decode(rates[1], ahead, 1.0)
