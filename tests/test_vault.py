@@ -403,6 +403,61 @@ def test_each_step_of_writing_is_on_the_disk_before_the_next(tmp_path, monkeypat
             vault.verify_record(i)
 
 
+def test_a_vault_is_resumed_behind_the_last_layer_that_is_whole(tmp_path):
+    whole = small_vault(tmp_path / "whole.smoe").read_bytes()
+    path = tmp_path / "v.smoe"
+
+    def plan():
+        return plan_vault([("a.b", 2, SPECS), ("a.c", 1, SPECS[:1])], {"id": "0123"})
+
+    def write(writer, layer):
+        for e in range(writer.plan.layers[layer].num_experts):
+            for i, t in enumerate(SPECS[: 2 - layer]):
+                byte = 1 + layer * 100 + e * 10 + i
+                writer.write_piece(layer, e, i, memoryview(bytes([byte]) * t.nbytes))
+        writer.layer_done(layer)
+
+    writer = VaultWriter(path, plan())
+    write(writer, 0)
+    with pytest.raises(ValueError, match="not all layers"):
+        writer.finish()
+    writer.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "v.smoe.journal", "v.smoe.partial", "whole.smoe"
+    ]  # fmt: skip
+    writer = VaultWriter(path, plan())
+    assert writer.done == {0}
+    writer.close()
+    with open(f"{path}.journal", "a") as f:
+        f.write('{"layer": 1, "crc": [1')  # the power went in the middle of a line
+    writer = VaultWriter(path, plan())
+    assert writer.done == {0}
+    write(writer, 1)
+    writer.finish()
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("change", ["size", "plan", "line"])
+def test_what_is_not_of_this_plan_is_not_taken_over(tmp_path, change):
+    path = tmp_path / "v.smoe"
+    writer = VaultWriter(path, plan_vault([("a", 2, SPECS)], {"id": "0"}))
+    writer.write_piece(0, 1, 0, memoryview(bytes(range(1, 25))))
+    writer.layer_done(0)
+    writer.close()
+    if change == "size":
+        os.truncate(f"{path}.partial", 100)
+    if change == "line":
+        with open(f"{path}.journal", "a") as f:
+            f.write('{"layer": 0}\n')
+    plan = plan_vault([("a", 2, SPECS)], {"id": "1" if change == "plan" else "0"})
+    writer = VaultWriter(path, plan)
+    assert writer.done == set()
+    assert not plan.table["crc"].any()
+    data = (tmp_path / "v.smoe.partial").read_bytes()
+    assert (len(data), any(data)) == (plan.file_nbytes, False), "old bytes are left"
+    writer.close()
+
+
 # ---- shatter -------------------------------------------------------------------------------------
 
 
