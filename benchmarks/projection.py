@@ -26,7 +26,8 @@ from smoe_mlx.doctor import AVAILABLE_SHARE, SIM_LATENCY
 from smoe_mlx.load import open_weights
 from smoe_mlx.plan import MemoryPlan, ModelShape, make_plan
 from smoe_mlx.replay import replay
-from smoe_mlx.skeleton import build_skeleton, measure_shape
+from smoe_mlx.shape import measure_shape
+from smoe_mlx.skeleton import build_skeleton
 from smoe_mlx.speed import Compute, Forecast, default_hit_rate, forecast
 from smoe_mlx.store.layout import ExpertLayout
 from smoe_mlx.store.probe import DiskProbe

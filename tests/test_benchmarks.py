@@ -23,6 +23,7 @@ ARGUMENTS = {
     "long_run.py": "--tokens 4",
     "make_checkpoint.py": "--preset tiny --out {new}",
     "prefill.py": "--tokens 70 --rounds 1",
+    "projection.py": "",
     "quality.py": "{raw} --tokens 64 --window 32 --bits 4 --text {text}",
     "read.py": "{demo} {vault} --rounds 1 --seconds 0.02",
     "serve.py": "--turns 2 --max-tokens 4",

@@ -41,7 +41,8 @@ def open_experts(
         slots: experts in memory, over all modules.
         activation: called as `activation(x_up, x_gate)`, by default SwiGLU; where there are fc1 and
             fc2, as `activation(x)`, by default GELU.
-        threads, io: as in `StreamingConfig`.
+        threads: as in `StreamingConfig`.
+        io: as in `StreamingConfig`.
 
     Returns:
         A module for each of `names`.
