@@ -170,6 +170,9 @@ def test_the_page_of_architectures_is_what_the_tests_run():
     page = load_tool("architectures").page()
     text = (ROOT / "docs/architectures.md").read_text("utf-8")
     assert text == page, "python tools/architectures.py"
+    count = len(re.findall("^\\| `", page, re.MULTILINE))
+    assert f"{count} architectures are streamed" in page
+    assert f"[{count} in all]" in (ROOT / "README.md").read_text("utf-8")
 
 
 def test_examples_are_listed(site):
