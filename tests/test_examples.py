@@ -32,6 +32,9 @@ MACHINE_PATH = re.compile(
     r"(?<![\w.])/(?:home|root|Users|tmp|work|private|var|opt|usr)/|[A-Z]:\\\\"
 )
 MAX_IMAGE_NBYTES = 300_000
+# Results are compared bit for bit, which only CPUs promise. Scripts run as from the command line.
+ON_CPU = "import mlx.core as mx; mx.set_default_device(mx.cpu)\n"
+RUN = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')\n"
 
 
 def by_name(path):
@@ -69,6 +72,9 @@ def test_there_are_all_notebooks():
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
 def test_a_notebook_runs_and_puts_out_what_is_committed(path, monkeypatch, tmp_path):
+    startup = tmp_path / "profile_default" / "startup"
+    startup.mkdir(parents=True)
+    (startup / "00.py").write_text(ON_CPU)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     new = module(ROOT / "tools" / "notebooks.py").execute(path)
     committed = json.loads(path.read_text(encoding="utf-8"))
@@ -112,13 +118,15 @@ def test_what_a_notebook_says(path):
 # ---- scripts -------------------------------------------------------------------------------------
 
 
-def run(name, *args, code=(), **options):
-    command = [sys.executable, *code, str(EXAMPLES / name), *args]
-    options = {"stdin": subprocess.DEVNULL} | options
-    if "input" in options:
-        del options["stdin"]
+def command(name, *args, first=ON_CPU):
+    return [sys.executable, "-c", first + RUN, str(EXAMPLES / name), *args]
+
+
+def run(name, *args, first=ON_CPU, text=""):
+    """Run a script with `text` as its standard input."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, **options)
+    options = {"capture_output": True, "text": True, "timeout": 120, "env": env}
+    return subprocess.run(command(name, *args, first=first), input=text, **options)
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=by_name)
@@ -130,7 +138,7 @@ def test_help_says_what_a_script_does(path):
 
 
 def test_chat():
-    out = run("chat.py", "--max-tokens", "8", input="It was\nand\n")
+    out = run("chat.py", "--max-tokens", "8", text="It was\nand\n")
     assert out.returncode == 0, out.stderr
     assert out.stdout.count(" tok/s, ") == 2
     assert run("chat.py").returncode == 0
@@ -168,16 +176,13 @@ def test_score_is_the_models_own(tmp_path):
 
 
 def test_score_of_standard_input():
-    out = run("score.py", "-", input="It was\n\nand so\n")
+    out = run("score.py", "-", text="It was\n\nand so\n")
     assert len(out.stdout.splitlines()) == 2, out.stderr
 
 
 @pytest.mark.parametrize("slots", ["64", "8", "1"])
-def test_own_model_needs_no_mlx_lm_and_is_right(slots, tmp_path):
-    script = tmp_path / "x.py"
-    runs = f"import runpy; runpy.run_path({str(EXAMPLES / 'own_model.py')!r}, run_name='__main__')"
-    script.write_text(WITHOUT_MLX_LM + runs)
-    out = run(script, "--slots", slots)
+def test_own_model_needs_no_mlx_lm_and_is_right(slots):
+    out = run("own_model.py", "--slots", slots, first=WITHOUT_MLX_LM + ON_CPU)
     assert out.returncode == 0, out.stderr
     assert float(re.search(r"computation: (\S+)", out.stdout)[1]) < 1e-5
     assert run("own_model.py").returncode == 0
@@ -187,8 +192,8 @@ def test_under_mlx_lm_server():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    command = [sys.executable, str(EXAMPLES / "under_mlx_lm_server.py"), "--port", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = command("under_mlx_lm_server.py", "--port", str(port))
+    process = subprocess.Popen(server, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         body = json.dumps({"prompt": "It was", "max_tokens": 6, "temperature": 0}).encode()
         url = f"http://127.0.0.1:{port}/v1/completions"
