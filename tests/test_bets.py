@@ -328,6 +328,7 @@ def test_bets_evict_nothing_that_the_claim_needs(model):
     slots, _ = decode(cache, 0, [0, 1], bets=[(1, [0, 1, 2, 3])])
     bytes_are_right(model, cache, 0, [0, 1], slots)
     assert cache.stats.bets.issued == 1
+    assert [b.reading.bet for b in cache._bank_of[1].bets.values()] == [True]  # demands go first
 
 
 def test_wrong_bets_give_their_slots_back(model):

@@ -119,6 +119,10 @@ def test_what_is_saved_is_loaded(model, tmp_path, no_warnings):
     assert b'"smoe-mlx usage"' in path.read_bytes()
     assert path.stat().st_ino != written[1]
     assert os.listdir(tmp_path) == ["usage.json"]
+    document = json.loads(path.read_bytes())  # the format is not to change without its version
+    assert (document["format"], document["version"]) == ("smoe-mlx usage", 1)
+    assert [len(row) for row in document["weights"]] == list(COUNTS)
+    assert set(document) == {"format", "version", "model", "weights"}
 
 
 def test_a_link_that_waits_under_the_temporary_name_is_not_written_through(model, tmp_path):
@@ -163,37 +167,38 @@ def weights(value, layer=1, expert=2):
     return edit
 
 
-HOSTILE = {
-    "empty": lambda d: b"",
-    "truncated": lambda d: json.dumps(d).encode()[:-9],
-    "binary": lambda d: bytes(range(256)),
-    "nested": lambda d: b"[" * 4000,
-    "a list": lambda d: b"[]",
-    "a config": lambda d: b'{"model_type": "qwen3_moe"}',
-    "large": lambda d: json.dumps(d).encode() + b" " * 9000,
-    "version": edited(version=2),
-    "other model": edited(model="0" * 32),
-    "no weights": edited(weights=None),
-    "layers": edited(weights=[[0] * 5] * 2),
-    "experts": edited(weights=[[0] * 5] * 3),
-    "negative": weights(-1.0),
-    "nan": weights(float("nan")),
-    "infinite": weights(float("inf")),
-    "vast": weights(10**400),
-    "huge": weights(1e300),
-    "true": weights(True),
-    "text": weights("1"),
+HOSTILE = {  # (what the file holds, why it is ignored)
+    "empty": (lambda d: b"", "Expecting value"),
+    "truncated": (lambda d: json.dumps(d).encode()[:-9], "Expecting"),
+    "binary": (lambda d: bytes(range(256)), "Expecting value"),
+    "nested": (lambda d: b"[" * 4000, "nested too deeply"),
+    "a list": (lambda d: b"[]", "not written by smoe-mlx"),
+    "a config": (lambda d: b'{"model_type": "qwen3_moe"}', "not written by smoe-mlx"),
+    "large": (lambda d: json.dumps(d).encode() + b" " * 9000, "larger than 4576 bytes"),
+    "version": (edited(version=2), "version 2, not 1"),
+    "other model": (edited(model="0" * 32), "other layers"),
+    "no weights": (edited(weights=None), "another number of layers"),
+    "layers": (edited(weights=[[0] * 5] * 2), "another number of layers"),
+    "experts": (edited(weights=[[0] * 5] * 3), "bad weights for layer 1"),
+    "no rows": (edited(weights=[5, 4, 6]), "bad weights for layer 0"),
+    "negative": (weights(-1.0), "bad weights for layer 1"),
+    "nan": (weights(float("nan")), "bad weights for layer 1"),
+    "infinite": (weights(float("inf")), "bad weights for layer 1"),
+    "vast": (weights(10**400), "too large"),
+    "huge": (weights(1.1e12), "bad weights for layer 1"),
+    "true": (weights(True), "bad weights for layer 1"),
+    "text": (weights("1"), "bad weights for layer 1"),
 }
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_damaged_or_foreign_file_is_ignored_and_left_alone(model, tmp_path, kind):
-    path = tmp_path / "usage.json"
+    path, (edit, why) = tmp_path / "usage.json", HOSTILE[kind]
     used(model, path).save()
-    data = HOSTILE[kind](json.loads(path.read_bytes()))
+    data = edit(json.loads(path.read_bytes()))
     path.write_bytes(data)
     usage = Usage(model.layouts, path)
-    with pytest.warns(UserWarning, match=r"usage\.json: no usage file of this model"):
+    with pytest.warns(UserWarning, match=rf"usage\.json: no usage file of this model \(.*{why}"):
         usage.load()
     assert not used_in(usage)
     usage.saw([(0, 0)])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ from smoe_mlx.store.reader import (
     MERGE_GAP_NBYTES,
     MERGE_MAX_NBYTES,
     PAGE,
+    SLOW_SECONDS,
+    TRY_ALONE_EVERY,
     ExpertReader,
     ReadRequest,
     merge,
@@ -289,6 +292,89 @@ def test_several_reads_are_under_way_at_once(monkeypatch, one_file):
     read_and_check(reader, [one_file], [(0, 10_000 * i, 100) for i in range(3)])
     reader.close()
     assert preadv.most == 3
+
+
+SLOW, QUICK = 2 * SLOW_SECONDS, SLOW_SECONDS / 2
+
+
+class Alone:
+    """How much of its readings a reader does on the caller's thread, by a clock of its own."""
+
+    def __init__(self, monkeypatch, file, threads):
+        self.now, self.reader = 0.0, ExpertReader([file], threads)
+        monkeypatch.setattr(
+            reader_module, "time", types.SimpleNamespace(perf_counter=lambda: self.now)
+        )
+
+    def __call__(self, *costs: float) -> int:
+        """Reads of so many seconds: how many were done; whether it asked for help must fit."""
+        reading = self.reader.reading([request(0, 10_000 * i, 10) for i in range(len(costs))])
+        left = list(costs)
+
+        def read_one(read):
+            self.now += left.pop(0)
+
+        self.reader._read_one = read_one
+        assert self.reader._read_alone(reading) == bool(reading.todo)
+        return len(costs) - len(left)
+
+
+def test_quick_reads_are_done_alone_until_two_are_slow(monkeypatch, one_file):
+    alone = Alone(monkeypatch, one_file, threads=1)
+    assert alone.reader.slow  # until it is known better
+    for _ in range(2):
+        assert [alone(QUICK, QUICK) for _ in range(TRY_ALONE_EVERY)] == [0] * 15 + [2]
+        assert not alone.reader.slow
+        assert alone(QUICK, QUICK, SLOW, QUICK) == 4
+        assert not alone.reader.slow  # one of them may be chance
+        assert alone(SLOW_SECONDS) == 1
+        assert not alone.reader.slow
+        assert alone(SLOW, QUICK, SLOW, QUICK, QUICK) == 3
+        assert alone.reader.slow
+        alone.reader._calls = 0
+
+
+def test_a_read_that_comes_alone_is_done_alone_and_counts(monkeypatch, one_file):
+    alone = Alone(monkeypatch, one_file, threads=1)
+    assert alone(QUICK) == 1
+    assert not alone.reader.slow
+    assert alone(SLOW) == 1
+    assert alone.reader.slow
+    assert alone(SLOW) == 1
+    assert alone.reader.slow
+
+
+def test_without_threads_all_is_done_alone_however_slow(monkeypatch, one_file):
+    alone = Alone(monkeypatch, one_file, threads=0)
+    for _ in range(2 * TRY_ALONE_EVERY):
+        assert alone(SLOW, SLOW, SLOW) == 3
+        assert not alone.reader.slow
+
+
+def test_slow_reads_are_started_early_but_now_and_then_one_is_tried_alone(monkeypatch, one_file):
+    alone = Alone(monkeypatch, one_file, threads=1)
+    for _ in range(2):
+        assert [alone.reader.worth_waking() for _ in range(TRY_ALONE_EVERY)] == [True] * 15 + [
+            False
+        ]
+        assert alone(SLOW, SLOW, SLOW) == 2
+    assert alone(SLOW, SLOW) == 0
+    alone.reader._calls = TRY_ALONE_EVERY - 1
+    assert alone(QUICK, QUICK) == 2
+    assert not alone.reader.worth_waking()
+
+
+def test_time_that_a_read_took_is_counted_as_waited(monkeypatch, one_file):
+    alone = Alone(monkeypatch, one_file, threads=0)
+
+    def read_one(read):
+        alone.now += 3
+
+    alone.reader._read_one = read_one
+    for _ in range(2):
+        alone.reader.read([request(0, 0, 10), request(0, 10_000, 10)])
+    assert alone.reader.stats.wait_seconds == 12
+    assert (alone.reader.stats.requests, alone.reader.stats.bytes) == (4, 40)
 
 
 # ---- errors --------------------------------------------------------------------------------------

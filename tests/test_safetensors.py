@@ -4,6 +4,7 @@ import json
 import math
 import os
 import tracemalloc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -469,6 +470,17 @@ def test_views_outlive_close(tmp_path):
     with SafetensorsMmap(write_small(tmp_path / "f")) as file:
         view = file.tensor_bytes("b")
     assert view == bytes(range(5))
+
+
+def test_the_mapping_is_gone_with_the_file_and_its_last_view(tmp_path):
+    file = SafetensorsMmap(write_small(tmp_path / "f"))
+    view = file.tensor_bytes("b")
+    mapping = weakref.ref(view.obj)
+    assert file.tensor_bytes("a").obj is view.obj
+    file.close()
+    assert mapping() is not None
+    del view
+    assert mapping() is None
 
 
 def test_a_closed_file_gives_no_new_views(tmp_path):
