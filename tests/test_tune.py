@@ -375,8 +375,9 @@ def test_a_setting_is_what_the_model_then_does():
         cache = model.streaming.cache
         assert sum(len(b.free) + len(b.owners()) for b in cache._banks) == setting.slots
         assert (cache.reader.io, cache.reader.threads) == (setting.io, setting.threads)
-        assert model.streaming.decoding.mode == setting.decode
-        assert setting.decode == "auto" or model.streaming.decoding.tokens[setting.decode]
+        decoding = model.streaming.decoding
+        assert setting.decode == "auto" or decoding.mode == setting.decode
+        assert setting.decode == "auto" or decoding.tokens[setting.decode]
         switches = [m for _, m in model.model.named_modules() if hasattr(m, "_bets")]
         switches.sort(key=lambda m: m._layer)
         bets = setting.lookahead + bool(setting.spec)
