@@ -4,7 +4,7 @@
     python benchmarks/forecast.py --cpu-time          # on a machine that others use too
     python benchmarks/forecast.py --models demo MID
 
-Without `--models`: the demo, and a synthetic checkpoint of 2 GB, made for it and removed (the preset
+Without `--models`: the demo, and a synthetic checkpoint of 2 GB, made for it, then removed (preset
 `mid` of `make_checkpoint.py`). Each is what `smoe-mlx bench` does; nothing is fitted. At the end:
 which decoding forecasts are off by more than 25 %, and whether the hit rate or the rest is why.
 """
