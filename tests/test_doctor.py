@@ -114,6 +114,8 @@ def test_bench_measures_what_it_foretells():
         assert r.token > 0
         assert r.forecast.token.likely > 0
         assert r.error == pytest.approx(r.token / r.forecast.token.likely - 1)
+        assert r.error_with_hits == pytest.approx(r.token / r.hits_known - 1)
+    assert result.runs[1].error_with_hits == result.runs[1].error  # all in memory
     # The same tokens pass in the run that records and in the one that counts.
     assert result.runs[0].hit_rate == pytest.approx(result.runs[0].forecast.hit_rate, abs=0.12)
     assert "decoding forecasts are within 25 %" in str(result)

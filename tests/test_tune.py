@@ -361,12 +361,42 @@ def test_tune_measures_the_model_and_remembers(monkeypatch):
     assert tokens_of(model) == tokens_of(plain)
 
 
+@pytest.mark.parametrize("after", [3, 60])
+def test_a_ctrl_c_keeps_and_remembers_the_best_so_far(after, monkeypatch):
+    turns: list[Setting] = []
+
+    def turn(self, setting):
+        turns.append(setting)
+        if len(turns) > after:
+            raise KeyboardInterrupt
+        return 1.0 + abs(setting.slots - 140) / 100
+
+    monkeypatch.setattr(module._Model, "turn", turn)
+    found = smoe_mlx.tune(DEMO, StreamingConfig(memory="30MB"))
+    assert found.ended == "interrupted"
+    assert len(turns) == after + 1  # and no turns afterwards to see whether it is true
+    assert (found.best == found.start) == (after == 3)
+    if after == 60:
+        assert abs(found.best.slots - 140) < 10
+        assert find_tuned(DEMO, StreamingConfig()).slots == found.best.slots
+    assert "interrupted, so not all was tried" in str(found)
+
+
+def test_of_a_vault(tmp_path, monkeypatch):
+    vault = smoe_mlx.shatter("demo", tmp_path / "demo")
+    monkeypatch.setattr(module._Model, "turn", lambda self, s: 1.0 + (s.slots != 128))
+    found = smoe_mlx.tune(vault, StreamingConfig(memory="30MB"))
+    assert found.ended == ""
+    assert smoe_mlx.stats(smoe_mlx.load(vault)[0]).tuned
+
+
 def test_a_setting_is_what_the_model_then_does():
     model = module._Model(DEMO, StreamingConfig(memory="30MB"), False, 60, lambda *_: None)
     model.read_prompt()
     for setting in (
         Setting(128, "direct", 2, lookahead=False),
         Setting(256, "mmap", 0, spec=2),
+        Setting(64, decode="lag1"),
         Setting(64),
     ):
         model.apply(setting)
@@ -374,6 +404,9 @@ def test_a_setting_is_what_the_model_then_does():
         cache = model.streaming.cache
         assert sum(len(b.free) + len(b.owners()) for b in cache._banks) == setting.slots
         assert (cache.reader.io, cache.reader.threads) == (setting.io, setting.threads)
+        decoding = model.streaming.decoding
+        assert setting.decode == "auto" or decoding.mode == setting.decode
+        assert setting.decode == "auto" or decoding.tokens[setting.decode]
         switches = [m for _, m in model.model.named_modules() if hasattr(m, "_bets")]
         switches.sort(key=lambda m: m._layer)
         bets = setting.lookahead + bool(setting.spec)

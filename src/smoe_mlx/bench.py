@@ -25,16 +25,21 @@ from .store.probe import DiskProbe, probe_disk
 from .trace import Recorder
 
 WITHIN = 0.25  # what a forecast may be off by
+ERRORS = ("error", "error_with_hits", "prompt_error")
 BUDGETS = (0.125, 0.25, 0.375, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One budget: what was forecast, and what was measured (seconds a token, seconds a prompt)."""
+    """One budget: what was forecast, and what was measured (seconds a token, seconds a prompt).
+
+    `hits_known` is the forecast of a token had the hit rate been foreseen.
+    """
 
     slots: int
     memory: int
     forecast: Forecast
+    hits_known: float
     token: float
     hit_rate: float
     prompt: float
@@ -43,6 +48,11 @@ class Run:
     def error(self) -> float:
         """Of the forecast tokens a second: 0.1 if they were a tenth too many."""
         return self.token / self.forecast.token.likely - 1
+
+    @property
+    def error_with_hits(self) -> float:
+        """As `error`, had the hit rate been foreseen: what is left is compute, looks and reads."""
+        return self.token / self.hits_known - 1
 
     @property
     def prompt_error(self) -> float:
@@ -63,7 +73,7 @@ class Bench:
         """Plain values, for JSON."""
         out = asdict(self)
         for row, run in zip(out["runs"], self.runs, strict=True):
-            row |= {"error": run.error, "prompt_error": run.prompt_error}
+            row |= {name: getattr(run, name) for name in ERRORS}
         return out
 
     def __str__(self) -> str:
@@ -75,7 +85,7 @@ class Bench:
             f"disk {self.disk}, {latency:.3f} ms latency",
             "",
             f"{'slots':>16}{'memory':>10}{'hits, forecast':>16}{'hits':>8}{'tok/s, forecast':>18}"
-            f"{'tok/s':>9}{'error':>8}{'prompt s, fc.':>15}{'s':>8}{'error':>8}",
+            f"{'tok/s':>9}{'error':>8}{'hits known':>12}{'prompt s, fc.':>15}{'s':>8}{'error':>8}",
         ]
         for r in self.runs:
             share = 100 * r.slots / self.num_experts
@@ -83,6 +93,7 @@ class Bench:
                 f"{r.slots:>7,} ({share:5.1f} %){format_bytes(r.memory):>10}"
                 f"{100 * r.forecast.hit_rate:>14.1f} %{100 * r.hit_rate:>6.1f} %"
                 f"{1 / r.forecast.token.likely:>18.2f}{1 / r.token:>9.2f}{100 * r.error:>+6.0f} %"
+                f"{100 * r.error_with_hits:>+10.0f} %"
                 f"{r.forecast.prompt.likely:>15.2f}{r.prompt:>8.2f}{100 * r.prompt_error:>+6.0f} %"
             )
         off = [r for r in self.runs if abs(r.error) > WITHIN]
@@ -133,7 +144,9 @@ def bench(
         _generate(model, prompt[:2], 4, clock)  # kernels are compiled, the self-test is made
         prompt_seconds, seconds, hits, misses = _generate(model, prompt, tokens, clock, stats)
         rate = hits / (hits + misses) if hits + misses else 1.0
-        runs.append(Run(plan.slots, plan.total, told, seconds, rate, prompt_seconds))
+        known = forecast(plan, config, compute, disk, prompt_tokens=len(prompt), hit_rate=rate)
+        times = known.token.likely, seconds, rate, prompt_seconds
+        runs.append(Run(plan.slots, plan.total, told, *times))
         del model, streaming
     for file in files:
         file.close()

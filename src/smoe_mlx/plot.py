@@ -185,8 +185,9 @@ def plot_timeline(token: TokenTimes, path: Path = None) -> Any:
 
 def plot_tuning(tuning: Tuning, path: Path = None) -> Any:
     """Draw tokens a second over slots, and the speed of each option. As `plot_lines`."""
+    options = [t for t in tuning.tried if t.name != SLOTS][::-1]
     figure = new_figure()
-    left, right = figure.subplots(1, 2)
+    left, *right = figure.subplots(1, 2 if options else 1, squeeze=False)[0]
     share = [100 * p.slots / tuning.num_experts for p in tuning.curve]
     left.plot(share, [p.tps for p in tuning.curve], color=COLOURS[0], marker="o", label="measured")
     for p in tuning.curve:
@@ -196,13 +197,13 @@ def plot_tuning(tuning: Tuning, path: Path = None) -> Any:
     left.set_xlabel("experts in memory (% of all)")
     left.set_ylabel("decoding (tok/s)")
     left.set_ylim(bottom=0)
-    options = [t for t in tuning.tried if t.name != SLOTS][::-1]
     names = [", ".join(f"{k}={v}" for k, v in t.change.items()) for t in options]
     colours = [COLOURS[1] if t.taken else COLOURS[0] for t in options]
-    right.barh(names, [t.speedup for t in options], color=colours)
-    right.axvline(1.0, color=GREY, linestyle="--", label="the best setting then")
-    right.set_xlabel("speed against it")
-    for axes in (left, right):
+    for axes in right:
+        axes.barh(names, [t.speedup for t in options], color=colours)
+        axes.axvline(1.0, color=GREY, linestyle="--", label="the best setting then")
+        axes.set_xlabel("speed against it (orange: taken)")
+    for axes in (left, *right):
         _in_grey(axes)
         _legend(axes)
     return _finished(figure, path)

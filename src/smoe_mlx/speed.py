@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -138,15 +139,13 @@ def measure_compute(
         y: mx.array = switch.by_lookup(x, indices, experts.lookup(layer))
         return y
 
-    def token_seconds() -> float:
-        cache = make_prompt_cache(model)
+    caches = {defer: make_prompt_cache(model) for defer in (None, unseen)}
 
-        def step() -> None:  # as generation does it
-            logits = model(mx.array([[1]]), cache=cache)[:, -1, :]
-            logprobs = logits - mx.logsumexp(logits, keepdims=True)
-            mx.eval(mx.argmax(logprobs, axis=-1), logprobs)
-
-        return _median(step, TOKENS, clock)
+    def step(defer: Any) -> None:  # as generation does it
+        experts.defer = defer
+        logits = model(mx.array([[1]]), cache=caches[defer])[:, -1, :]
+        logprobs = logits - mx.logsumexp(logits, keepdims=True)
+        mx.eval(mx.argmax(logprobs, axis=-1), logprobs)
 
     def run_prompt() -> None:
         cache = make_prompt_cache(model)
@@ -154,30 +153,35 @@ def measure_compute(
         mx.eval([c.state for c in cache])  # not the logits
 
     try:
-        exact = token_seconds()
-        experts.defer = unseen
-        token = token_seconds()
+        looks, token = _medians([partial(step, None), partial(step, unseen)], TOKENS, clock)
         # A device that is slow at tokens is no quicker at each one of a prompt: try fewer.
         most = max(2, min(PROMPT_TOKENS, int(MOST_SECONDS / token)))
         prompt = mx.array([[i % 256 for i in range(min(most, plan.context, plan.widest_step))]])
-        prompt_seconds = _median(run_prompt, 3, clock)
+        (prompt_seconds,) = _medians([run_prompt], 3, clock)
     finally:
         experts.defer = None
         experts.settle()
         reader.close()
-    return Compute(token, max(0.0, exact - token), prompt_seconds / prompt.size)
+    return Compute(token, max(0.0, looks - token), prompt_seconds / prompt.size)
 
 
-def _median(run: Callable[[], None], times: int, clock: Callable[[], float]) -> float:
-    """Of up to `times` runs after a first one, fewer if they take long."""
+def _medians(
+    runs: Sequence[Callable[[], None]], times: int, clock: Callable[[], float]
+) -> list[float]:
+    """Of up to `times` rounds after a first one, fewer if they take long; what disturbs one run
+    disturbs all."""
     start = time.perf_counter()
-    run()
-    seconds: list[float] = []
-    while not seconds or (len(seconds) < times and time.perf_counter() - start < MOST_SECONDS):
-        before = clock()
+    seconds: list[list[float]] = [[] for _ in runs]
+    for run in runs:
         run()
-        seconds.append(clock() - before)
-    return statistics.median(seconds)
+    while not seconds[0] or (
+        len(seconds[0]) < times and time.perf_counter() - start < MOST_SECONDS * len(runs)
+    ):
+        for run, mine in zip(runs, seconds, strict=True):
+            before = clock()
+            run()
+            mine.append(clock() - before)
+    return list(map(statistics.median, seconds))
 
 
 # ---- the forecast --------------------------------------------------------------------------------

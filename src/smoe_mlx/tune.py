@@ -259,9 +259,9 @@ class _Model:
         self.seconds, self.progress, self.start = seconds, progress, time.perf_counter()
         self.share = 1 - CONFIRMING
         self.turns = 0
-        checkpoint, self.vault = open_weights(folder)
-        self.files = checkpoint.files if self.vault is None else [self.vault]
-        self.skeleton = build_skeleton(folder, checkpoint, None, trust_remote_code, self.vault)
+        checkpoint, vault = open_weights(folder)
+        self.files = checkpoint.files if vault is None else [vault]
+        self.skeleton = build_skeleton(folder, checkpoint, None, trust_remote_code, vault)
         self.config, self.plan = config, plan_for(self.skeleton, config)
         limit_memory(self.plan)
         model = self.model = self.skeleton.model
@@ -269,6 +269,8 @@ class _Model:
         self.streaming = model._streaming = install(self.skeleton, reader, self.plan, config)
         self.streaming.config = config
         mx.eval(model)
+        if vault is not None:
+            checkpoint.close()
         self.now = Setting(self.plan.slots, **{name: getattr(config, name) for name in OPTIONS})
         self.tokenizer = load_tokenizer(folder)
         self.prompt = self.tokenizer.encode(TEXT)[: min(PROMPT_TOKENS, self.plan.context // 2)]
@@ -276,6 +278,7 @@ class _Model:
         self.cache: Any = None
 
     def close(self) -> None:
+        self.streaming.cache.reader.close()
         for file in self.files:
             file.close()
 
