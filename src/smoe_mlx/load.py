@@ -16,7 +16,7 @@ from .cache.experts import SharedExpertCache
 from .cache.policy import POLICIES
 from .cache.usage import Usage
 from .config import StreamingConfig
-from .device import available_nbytes, max_buffer_nbytes
+from .device import available_nbytes, max_buffer_nbytes, using_mlx
 from .errors import BudgetError, CheckpointError, SmoeError, UnsupportedModelError, VaultError
 from .forward.decode import Decoding
 from .governor import govern
@@ -100,6 +100,7 @@ def load_model(
     adapter_path: str | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """`load` without the tokenizer, from a local folder. Returns (model, its config)."""
+    using_mlx()
     config = config or StreamingConfig()
     checkpoint, vault = open_weights(folder)
     try:

@@ -15,6 +15,7 @@ import numpy as np
 from mlx_lm.models.switch_layers import SwiGLU, _gather_sort, _scatter_unsort
 
 from ..cache.experts import Arrays, SharedExpertCache
+from ..device import using_mlx
 from ..kernels.experts import FusedExperts
 from .lookahead import Predictor
 
@@ -116,7 +117,9 @@ class _StreamingSwitch(nn.Module):
 
         Raises:
             ExpertReadError, CheckpointChangedError: the bytes of an expert could not be read.
+            SmoeError: the process was forked from one that had used MLX.
         """
+        using_mlx()
         true: mx.array | None = self._true_indices
         if self._cache.trace is not None:
             self._cache.trace(self._layer, np.array(indices if true is None else true))
