@@ -117,6 +117,8 @@ def load_model(
             model = load_adapters(model, adapter_path)
             model.eval()
         _install_usage(folder, model._streaming, config)
+        # mlx-lm drew initial weights that nobody will see: a chain of keys, kept until evaluated.
+        mx.eval(mx.random.state)
         if not lazy:
             with mlx_reads(folder):
                 mx.eval(model)  # not only its parameters: some models keep lazy constants besides

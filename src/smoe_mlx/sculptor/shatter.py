@@ -107,6 +107,7 @@ def shatter(
         skeleton = build_skeleton(
             folder, checkpoint, trust_remote_code=trust_remote_code, keep_arrays=True
         )
+        mx.eval(mx.random.state)  # as in load_model
         parts = [_parts(switch, recipe) for switch in skeleton.switches]
         _warn_of_twice(skeleton, parts, backbone)
         plan, vault_id = _plan(skeleton, checkpoint, parts, backbone)
