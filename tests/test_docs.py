@@ -1,6 +1,7 @@
 """What the documents show is run: code blocks, commands, printed plans, options, links."""
 
 import argparse
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -124,7 +125,22 @@ def test_every_test_that_a_document_names_exists():
         assert re.search(rf"^def {name}\(", text, re.MULTILINE), f"{file}::{name}"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda p: p.name)
+def test_the_page_of_reliability_is_what_its_figures_give():
+    spec = importlib.util.spec_from_file_location("reliability", ROOT / "tools/reliability.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text(encoding="utf-8") == module.render()
+
+
+SCRIPTS = [
+    *sorted((ROOT / "benchmarks").glob("*.py")),
+    ROOT / "tools/reliability.py",
+    ROOT / "tests/check_kills.py",
+    ROOT / "tests/check_interrupts.py",
+]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
 def test_every_benchmark_starts(path):
     """What it imports is there. (Nothing else in the tests runs them.)"""
     out = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True)
