@@ -111,7 +111,6 @@ class Session:
         return SimpleNamespace(kind="answer", asked=7, grows=True, tokens=tokens, cache=cache)
 
     def work(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
         files = SessionFiles(self.folder, 1 << 30)
         with self.saved.open("w") as f:
             for number in range(1000):
@@ -136,6 +135,7 @@ class Session:
         run(look)
         how = self.saved.read_text()
         self.saved.unlink()
+        shutil.rmtree(self.folder, ignore_errors=True)
         return how
 
 

@@ -1,6 +1,7 @@
 """What the documents show is run: code blocks, commands, printed plans, options, links."""
 
 import argparse
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -223,3 +224,19 @@ def test_every_test_that_a_document_names_exists():
     for file, name in sorted(named):
         text = (ROOT / "tests" / file).read_text(encoding="utf-8")
         assert re.search(rf"^def {name}\(", text, re.MULTILINE), f"{file}::{name}"
+
+
+def test_the_page_of_reliability_is_what_its_figures_give():
+    spec = importlib.util.spec_from_file_location("reliability", ROOT / "tools/reliability.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text(encoding="utf-8") == module.render()
+
+
+@pytest.mark.parametrize(
+    "name", ["tools/reliability.py", "tests/check_kills.py", "tests/check_interrupts.py"]
+)
+def test_every_script_starts(name):
+    """What it imports is there. (Benchmarks are run, in test_benchmarks.py.)"""
+    out = subprocess.run([sys.executable, ROOT / name, "--help"], capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr

@@ -1,5 +1,6 @@
 """What loads, what is refused and in which words, and that loading reads no expert."""
 
+import io
 import json
 import os
 import shutil
@@ -549,3 +550,11 @@ def test_a_plan_for_more_than_there_is_warns(monkeypatch):
 
     monkeypatch.setattr(module, "available_nbytes", cannot_tell)
     load_model(find_model("demo"), config=smoe_mlx.StreamingConfig(slots=0.25))
+
+
+def test_loads_leave_no_chain_of_random_keys(tiny):
+    """mlx-lm draws initial weights; each draw hangs a key on the one before, a few KB."""
+    load_model(tiny("qwen3_moe", "affine"), config=smoe_mlx.StreamingConfig(slots=0.5))
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *mx.random.state)
+    assert "->" not in graph.getvalue()

@@ -1,8 +1,37 @@
-"""What MLX's default device can take."""
+"""What MLX's default device can take, and whether MLX can be used at all."""
+
+import os
 
 import mlx.core as mx
 
+from .errors import SmoeError
 from .machine import available_memory
+
+_used = _lost = False  # of the process, not of a model
+
+
+def using_mlx() -> None:
+    """Call it before MLX computes.
+
+    Raises:
+        SmoeError: in the child of a fork whose parent had used MLX. Its threads stayed there, and
+            whatever MLX is asked for here would wait for them for ever.
+    """
+    global _used
+    if _lost:
+        raise SmoeError(
+            "This process was forked from one that had used MLX, whose threads stayed there. Load "
+            'the model after the fork only, or start the process by multiprocessing\'s "spawn".'
+        )
+    _used = True
+
+
+def _forked() -> None:
+    global _lost
+    _lost = _used
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def max_buffer_nbytes() -> int:

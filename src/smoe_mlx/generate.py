@@ -25,6 +25,7 @@ from mlx_lm.generate import generate_step as mlx_generate_step
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .device import using_mlx
 from .errors import NotFiniteError
 from .forward.prefill import prefill
 from .hot import pin_hot
@@ -81,6 +82,7 @@ def speculative_generate_step(
     Raises:
         ValueError: options that do not go together, or an empty prompt.
     """
+    using_mlx()
     streaming = streaming_of(model)
     plan = streaming.plan
     step_size = min(prefill_step_size or plan.prefill_step, plan.widest_step)

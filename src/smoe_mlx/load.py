@@ -17,7 +17,7 @@ from .cache.experts import SharedExpertCache
 from .cache.policy import POLICIES
 from .cache.usage import Usage
 from .config import StreamingConfig
-from .device import available_nbytes, max_buffer_nbytes
+from .device import available_nbytes, max_buffer_nbytes, using_mlx
 from .errors import BudgetError, CheckpointError, SmoeError, UnsupportedModelError, VaultError
 from .forward.decode import Decoding
 from .governor import govern
@@ -107,6 +107,7 @@ def load_model(
     adapter_path: str | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """`load` without the tokenizer, from a local folder. Returns (model, its config)."""
+    using_mlx()
     config, tuned = _with_tuned(folder, config or StreamingConfig())
     checkpoint, vault = open_weights(folder)
     try:
@@ -124,6 +125,8 @@ def load_model(
             model = load_adapters(model, adapter_path)
             model.eval()
         _install_usage(folder, model._streaming, config)
+        # mlx-lm drew initial weights that nobody will see: a chain of keys, kept until evaluated.
+        mx.eval(mx.random.state)
         if not lazy:
             with mlx_reads(folder):
                 mx.eval(model)  # not only its parameters: some models keep lazy constants besides

@@ -57,7 +57,9 @@ def make_predictor(
             if not scale:
                 before, after = (norm.weight.astype(mx.float32) for norm in norms)  # type: ignore[union-attr]
                 ratio = mx.where(mx.abs(before) < 1e-6, 1.0, after / before)
-                scale.append(mx.clip(ratio, -1e3, 1e3).astype(x.dtype))
+                ratio = mx.clip(ratio, -1e3, 1e3).astype(x.dtype)
+                mx.eval(ratio)  # no other thread could do it
+                scale.append(ratio)
             x = x * scale[0]
         out = router(x)
         if isinstance(out, mx.array):  # scores of all experts

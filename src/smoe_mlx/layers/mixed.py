@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..device import using_mlx
 from .switch import put_back
 
 
@@ -32,6 +33,7 @@ class MixedSwitch(nn.Module):
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         """As the switch that it replaces; raises what its parts raise."""
+        using_mlx()
         ids = np.array(indices)
         part_of, numbers = self._part_of[ids], self._number_in_part[ids]
         if (part_of == part_of.flat[0]).all():

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..cache.bookkeeping import Arrays
 from ..cache.experts import SharedExpertCache
+from ..device import using_mlx
 from ..kernels.experts import FusedExperts
 from .lookahead import Predictor
 
@@ -152,7 +153,9 @@ class _StreamingSwitch(nn.Module):
 
         Raises:
             ExpertReadError, CheckpointChangedError: the bytes of an expert could not be read.
+            SmoeError: the process was forked from one that had used MLX.
         """
+        using_mlx()
         true: mx.array | None = self._true_indices
         if self._cache.trace is not None:
             self._cache.trace(self._layer, np.array(indices if true is None else true))

@@ -26,6 +26,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import dequantize_model, make_shards, quantize_model, save_config
 
 from ..cache.bank import MX_DTYPES
+from ..device import using_mlx
 from ..errors import BudgetError, RecipeError, SmoeError, UnsupportedModelError
 from ..hub import find_model
 from ..layers.switch import Projection
@@ -97,6 +98,7 @@ def shatter(
         BudgetError: not enough room on the disk.
         FileExistsError: `dst` exists.
     """
+    using_mlx()
     recipe = _recipe(recipe, quantisation(None, bits, group_size, mode))
     backbone = quantisation(None, backbone_bits, backbone_group_size, backbone_mode)
     folder, dst = find_model(src, revision), Path(dst)
@@ -114,6 +116,7 @@ def shatter(
         skeleton = build_skeleton(
             folder, checkpoint, trust_remote_code=trust_remote_code, keep_arrays=True
         )
+        mx.eval(mx.random.state)  # as in load_model
         parts = [_parts(switch, recipe) for switch in skeleton.switches]
         _warn_of_twice(skeleton, parts, backbone)
         plan, vault_id = _plan(skeleton, checkpoint, parts, backbone)

@@ -122,7 +122,7 @@ def read_json(path: str | os.PathLike[str], most: int) -> Any:
         OSError, CheckpointError: it cannot be read, or is no file.
     """
     with OpenFile(path) as f:
-        data = f.pread(most + 1, 0)
+        data = f.pread(min(most, f.fingerprint.size) + 1, 0)  # so much is allocated
     if len(data) > most:
         raise ValueError(f"larger than {most} bytes")
     try:

@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import VaultError
 from .files import OpenFile, is_size, naming, no_duplicate_names
 from .layout import ExpertLayout, TensorSpec
-from .safetensors import DTYPE_BITS
+from .safetensors import DTYPE_BITS, MAX_DIMS
 
 VAULT_FILE = "experts.smoe"  # in the folder of its backbone
 MAGIC = b"SMOE-MLX"
@@ -27,6 +27,7 @@ RECORD_ALIGNMENT = 16384  # a page of Apple silicon
 PIECE_ALIGNMENT = 4096  # what direct I/O can scatter
 MAX_HEADER_NBYTES = 16 << 20
 MAX_RECORDS = 1 << 20
+MAX_TENSORS = 64  # of an expert; three projections of four kinds are usual
 
 # magic, version, record alignment, header bytes, records, data offset, file bytes, 0, CRC of
 # header and table, CRC of the 60 bytes before.
@@ -253,25 +254,28 @@ class Vault(OpenFile):
         tensors: list[TensorSpec] = []
         offsets: list[int] = []
         end = 0
-        for t in self._list(entry, "tensors"):
+        listed = self._list(entry, "tensors")
+        if len(listed) > MAX_TENSORS:
+            raise self._bad(f"an expert of {len(listed)} tensors")
+        for t in listed:
             if not isinstance(t, dict) or not all(
                 isinstance(t.get(k), str) for k in ("projection", "kind", "dtype")
             ):
                 raise self._bad("a tensor of a geometry is malformed")
             name, shape = f"{t['projection']}.{t['kind']}", t.get("shape")
             if t["dtype"] not in DTYPE_BITS or not (
-                isinstance(shape, list) and all(map(is_size, shape))
+                isinstance(shape, list) and len(shape) <= MAX_DIMS and all(map(is_size, shape))
             ):
-                raise self._bad(f"{name} has an impossible dtype or shape")
+                raise self._bad(f"{name:.200} has an impossible dtype or shape")
             nbytes, offset = t.get("nbytes"), t.get("offset")
             if not is_size(nbytes) or nbytes != math.prod(shape) * DTYPE_BITS[t["dtype"]] // 8:
-                raise self._bad(f"{name} has a wrong number of bytes")
+                raise self._bad(f"{name:.200} has a wrong number of bytes")
             if not is_size(offset) or offset % PIECE_ALIGNMENT or offset < end:
-                raise self._bad(f"{name} overlaps or is not aligned")
+                raise self._bad(f"{name:.200} overlaps or is not aligned")
             end = offset + nbytes
             spec = TensorSpec(t["projection"], t["kind"], t["dtype"], tuple(shape), nbytes)
             if any(spec.name == other.name for other in tensors):
-                raise self._bad(f"{name} is named twice")
+                raise self._bad(f"{name:.200} is named twice")
             tensors.append(spec)
             offsets.append(offset)
         if end > entry["record_nbytes"]:
@@ -310,7 +314,7 @@ class Vault(OpenFile):
                 continue
             numbers = sorted(e for x in layers for e in x.experts or (-1,))
             if numbers != list(range(len(numbers))):
-                raise self._bad(f"{path} does not list each of its experts once")
+                raise self._bad(f"{path:.200} does not list each of its experts once")
 
     def _check_table(self, data_offset: int, size: int) -> None:
         t = self.table
