@@ -22,14 +22,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
-from conftest import SlowReader, make_checkpoint, resident
+from conftest import SlowReader, interrupt_at_line, make_checkpoint, resident
 from mlx_lm.generate import generate_step as mlx_generate_step
-from test_faults import TOKENS, answer, descriptors, interrupt_at
+from test_faults import TOKENS, answer, descriptors
 
 import smoe_mlx
 from smoe_mlx.generate import generate_step
 from smoe_mlx.load import load_model
 
+SOURCES = str(Path(smoe_mlx.__file__).parent)
 MODES = ("exact", "lag1", "token")
 PHASES = ("load", "prefill", *MODES)
 
@@ -119,7 +120,8 @@ class Check:
         if how == "signal":
             came = interrupt_after(dice.uniform(1e-5, 1.1 * self.seconds[phase]), action)
         else:
-            came = interrupt_at(dice.randint(1, self.lines[phase]), action)
+            line = dice.randint(1, self.lines[phase])
+            came = interrupt_at_line(line, action, SOURCES) is not None
         del action
         other()  # was under way meanwhile
         hit = self.models[kind, phase if phase in MODES else "exact"]
