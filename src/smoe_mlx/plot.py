@@ -26,14 +26,14 @@ BUCKET_STYLES = [{"color": c} for c in COLOURS] + [
     {"facecolor": "none", "edgecolor": GREY, "hatch": h, "linewidth": 0} for h in ("....", "////")
 ]
 DISTANCES = (1, 2, 4, 8, 16, 32, 64)
-Path = str | os.PathLike[str] | None
+File = str | os.PathLike[str] | None
 
 
 def plot_lines(
     series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     xlabel: str,
     ylabel: str,
-    path: Path = None,
+    path: File = None,
     *,
     axes: Any = None,
     dashed: Sequence[str] = (),
@@ -69,7 +69,7 @@ def plot_lines(
     return _finished(axes.figure, path)
 
 
-def plot_report(report: Report, path: Path = None) -> Any:
+def plot_report(report: Report, path: File = None) -> Any:
     """Draw hit rates and bytes read a token over slots, decoding. As `plot_lines`."""
     figure = new_figure()
     part = "decode" if report.decode_tokens else "prompt"
@@ -97,7 +97,7 @@ def plot_report(report: Report, path: Path = None) -> Any:
     return _finished(figure, path)
 
 
-def plot_routing(trace: Trace, path: Path = None) -> Any:
+def plot_routing(trace: Trace, path: File = None) -> Any:
     """Draw how a router behaves: uses of each expert, overlap between tokens, coverage.
 
     Left, for each layer, its experts from the most to the least used. Middle, the share of a
@@ -145,7 +145,7 @@ def plot_routing(trace: Trace, path: Path = None) -> Any:
     return _finished(figure, path)
 
 
-def plot_panel(panel: Panel, path: Path = None) -> Any:
+def plot_panel(panel: Panel, path: File = None) -> Any:
     """Draw one bar a token, the milliseconds of each bucket stacked. As `plot_lines`."""
     figure = new_figure()
     axes = figure.subplots()
@@ -163,7 +163,7 @@ def plot_panel(panel: Panel, path: Path = None) -> Any:
     return _finished(figure, path)
 
 
-def plot_timeline(token: TokenTimes, path: Path = None) -> Any:
+def plot_timeline(token: TokenTimes, path: File = None) -> Any:
     """Draw one token of a panel from left to right, a row for each MoE layer. As `plot_lines`."""
     layers = 1 + max((x.layer for x in token.laps if x.layer is not None), default=0)
     figure = new_figure(height=min(1.6 + 0.3 * (layers + 1), 16))
@@ -229,7 +229,7 @@ def _band(axes: Any, x: Any, rows: np.ndarray, label: str, mark: str = MARKS[0])
     axes.fill_between(x, rows.min(1), rows.max(1), **band)
 
 
-def _finished(figure: Any, path: Path) -> Any:
+def _finished(figure: Any, path: File) -> Any:
     if path is not None:
         try:
             figure.savefig(path, dpi=150, transparent=True)
