@@ -22,8 +22,11 @@ from smoe_mlx.bench import bench
 from smoe_mlx.config import StreamingConfig
 from smoe_mlx.doctor import diagnose
 from smoe_mlx.errors import CheckpointError, ModelNotFoundError, TraceError
+from smoe_mlx.hub import find_model
+from smoe_mlx.load import open_weights
 from smoe_mlx.plan import format_bytes
 from smoe_mlx.replay import replay
+from smoe_mlx.skeleton import build_skeleton
 from smoe_mlx.speed import Compute, default_hit_rate, forecast
 from smoe_mlx.store.probe import DiskProbe
 from smoe_mlx.trace import load_trace
@@ -350,3 +353,23 @@ def test_commands():
     assert "not a memory size" in smoe("doctor", "demo", "--sim-disk", "fast", status=1).stderr
     out = json.loads(smoe("bench", "demo", "--budgets", "0.5,16", "-m", "4", "--json").stdout)
     assert [r["slots"] for r in out["runs"]] == [16, 256]
+
+
+def test_a_token_that_takes_too_long_is_not_finished():
+    """It is told by the layers that were done: each takes three seconds on this clock."""
+    folder = find_model("demo")
+    checkpoint, vault = open_weights(folder)
+    try:
+        skeleton = build_skeleton(folder, checkpoint, None, False, vault)
+        calls = []
+
+        def clock():
+            calls.append(None)
+            return 3.0 * len(calls)
+
+        compute = speed.measure_compute(skeleton, StreamingConfig(), clock)
+    finally:
+        checkpoint.close()
+    # 15 s have passed at the seventh layer; then the clock is asked once more.
+    assert len(calls) == 8
+    assert compute == Compute(token=21 * 8 / 6, syncs=0.0, prompt_token=21 * 8 / 6)

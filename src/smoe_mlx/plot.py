@@ -183,7 +183,7 @@ def plot_timeline(token: TokenTimes, path: File = None) -> Any:
     return _finished(figure, path)
 
 
-def plot_tuning(tuning: Tuning, path: Path = None) -> Any:
+def plot_tuning(tuning: Tuning, path: File = None) -> Any:
     """Draw tokens a second over slots, and the speed of each option. As `plot_lines`."""
     options = [t for t in tuning.tried if t.name != SLOTS][::-1]
     figure = new_figure()

@@ -34,6 +34,7 @@ from .trace import Trace
 TOKENS = 16  # that are timed, of which the median counts
 PROMPT_TOKENS = 128
 MOST_SECONDS = 5.0  # after which no further one is timed
+FIRST_SECONDS = 15.0  # after which not even one is finished
 # Hit rates while decoding, with a share `s` of all experts in memory: s^0.5. The demo model under
 # LRU has 0.28-0.45 at 12.5 %, 0.42-0.59 at 25 %, 0.71-0.86 at 50 % (docs/policies.md). A router
 # that chose evenly, every token anew, would have s; one that repeats itself much, s^0.25.
@@ -115,13 +116,21 @@ class _NoReads(ExpertReader):
         return super().reading((), bet)
 
 
+class _Enough(Exception):
+    """A token has taken too long, and `layer` layers have been computed of it."""
+
+    def __init__(self, layer: int):
+        self.layer = layer
+
+
 def measure_compute(
     skeleton: Skeleton, config: StreamingConfig, clock: Callable[[], float] = time.perf_counter
 ) -> Compute:
     """Time forwards of a model whose backbone is read and whose experts are zeros.
 
     It takes the memory of the backbone and a few experts. The model gives no answers and can be
-    used for nothing else afterwards.
+    used for nothing else afterwards. Where one token takes too long, it is what it would have taken
+    at the pace of its first layers, and so is one of a prompt.
     """
     config = replace(config, memory=None, decode="exact", lookahead=False, usage=None)
     config = replace(config, slots=1.0, hot_per_layer=0)
@@ -152,14 +161,25 @@ def measure_compute(
         model(prompt, cache=cache)
         mx.eval([c.state for c in cache])  # not the logits
 
+    def enough(layer: int, ids: object) -> None:
+        if layer and clock() - start > FIRST_SECONDS:
+            raise _Enough(layer)
+
     try:
+        start = clock()
+        experts.trace = enough  # called before each layer's experts are computed
+        step(None)
+        experts.trace = None
         looks, token = _medians([partial(step, None), partial(step, unseen)], TOKENS, clock)
         # A device that is slow at tokens is no quicker at each one of a prompt: try fewer.
         most = max(2, min(PROMPT_TOKENS, int(MOST_SECONDS / token)))
         prompt = mx.array([[i % 256 for i in range(min(most, plan.context, plan.widest_step))]])
         (prompt_seconds,) = _medians([run_prompt], 3, clock)
+    except _Enough as e:
+        token = (clock() - start) * len(skeleton.layouts) / e.layer
+        return Compute(token, 0.0, token)
     finally:
-        experts.defer = None
+        experts.defer = experts.trace = None
         experts.settle()
         reader.close()
     return Compute(token, max(0.0, looks - token), prompt_seconds / prompt.size)
