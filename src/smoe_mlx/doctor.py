@@ -126,7 +126,7 @@ def _speed_lines(f: Forecast) -> list[str]:
 
 
 def _rate(x: float) -> str:
-    return f"{x:.2f}" if x < 10 else f"{x:.0f}"
+    return f"{x:.2g}" if x < 0.1 else f"{x:.2f}" if x < 10 else f"{x:.0f}"
 
 
 def diagnose(
