@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import coverage
+import hypothesis
 import pytest
 from _pytest.runner import runtestprotocol
 
@@ -36,7 +38,7 @@ WORK = ROOT / "build" / "mutation"
 RESULTS = ROOT / "docs" / "reliability"
 PACKAGES = [f"src/smoe_mlx/{name}" for name in ("store", "cache", "layers")]
 TESTS = [  # of small parts first
-    "policy", "cuda", "probe", "files", "lookahead", "cache", "slots", "bets", "hot", "resize",
+    "policy", "cuda", "probe", "files", "lookahead", "cache", "switch", "slots", "bets", "hot", "resize",
     "reader", "safetensors", "vault", "hostile", "mixed", "quantisation", "load", "prefill",
     "optimistic", "kernels", "doctor", "exact", "faults",
 ]  # fmt: skip
@@ -291,7 +293,7 @@ class Trial:
         if not chosen:
             return "no test runs it"
         try_it = self.in_a_fork if mutant.function else self.in_the_tree
-        killed = try_it(mutant, chosen, timeout=60 + 4 * seconds)
+        killed = try_it(mutant, chosen, timeout=40 + 2 * seconds)
         return "" if killed else f"{len(chosen)} tests pass"
 
     def in_a_fork(self, mutant: Mutant, tests: list[str], timeout: float) -> bool:
@@ -303,6 +305,7 @@ class Trial:
                 log = os.open(WORK / "pytest.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(log, 1)
                 os.dup2(log, 2)
+                resource.setrlimit(resource.RLIMIT_CPU, (int(timeout / 3), int(timeout / 3)))
                 put_in(mutant)
                 failed = self.fails(tests)
             finally:
@@ -392,6 +395,8 @@ def main() -> None:
     else:
         tests = [f"tests/test_{t}.py" for t in TESTS]
         options = ["-q", "-s", "-p", "no:cacheprovider"]
+        hypothesis.settings.register_profile("quick", phases=[hypothesis.Phase.generate])
+        hypothesis.settings.load_profile("quick")  # what fails need not be made smaller
         pytest.main([*options, *tests], plugins=[Trial(args.again, args.seconds)])
 
 
