@@ -379,6 +379,104 @@ def test_an_interrupt_at_any_line_while_betting_loses_no_slot(model):
     assert n > 60
 
 
+class ThreadsOnly:
+    """A gate that holds up the reader's threads, and nobody else."""
+
+    def __init__(self):
+        self.open = threading.Event()
+
+    def wait(self, seconds):
+        if threading.current_thread() is not threading.main_thread():
+            self.open.wait(seconds)
+
+
+def everything_is_right(model, cache):
+    cache.check()
+    for bank in cache._banks:
+        for layer, e in bank.owners().values():
+            model.assert_in_slots(cache, layer, [e])
+
+
+def test_an_interrupt_while_a_bet_is_given_up_does_not_make_it_look_read(model):
+    for n in range(1, 1000):
+        cache = make(model, slots_a=6)
+        cache._debug = False
+        model.reader.gate = gate = ThreadsOnly()
+        decode(cache, 0, [0], bets=[(1, [2, 3])])  # a thread is at the first, the second waits
+        where = interrupt_at_line(n, lambda cache=cache: decode(cache, 1, [0]), CACHE)
+        gate.open.set()
+        decode(cache, 1, [2, 3])
+        everything_is_right(model, cache)
+        if where is None:
+            break
+    assert n > 60
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_interrupt_while_a_failed_claim_is_taken_back_does_not_make_it_look_read(model, ahead):
+    for n in range(1, 1000):
+        cache = make(model, slots_a=4)
+        cache._debug = False
+        decode(cache, 0, [0, 1])
+        model.reader.fail = ExpertReadError(errno.EIO, "injected")
+
+        def fail(cache=cache):
+            with pytest.raises(ExpertReadError):
+                decode(cache, 0, [0, 2, 3], ahead=ahead)
+
+        where = interrupt_at_line(n, fail, CACHE)
+        model.reader.fail = None
+        cache.prewarm([(1, 0), (1, 1)])
+        decode(cache, 0, [0])  # there already: nothing is begun
+        everything_is_right(model, cache)
+        decode(cache, 0, [2, 3])
+        everything_is_right(model, cache)
+        if where is None:
+            break
+    assert n > 60
+
+
+@pytest.mark.parametrize("sizes", [[4, 3], [2, 3], [9, 6]], ids=str)
+def test_an_interrupt_at_any_line_of_a_resize_leaves_no_table_of_other_memory(model, sizes):
+    for n in range(1, 1000):
+        cache = make(model, slots_a=5)
+        cache._debug = False
+        decode(cache, 2, [1, 3])
+        decode(cache, 0, [3, 2, 1])
+        cache.pin(1, [2])
+        with cache.lock:
+            cache.claim_few(0, [3])
+            cache.prefetch(1, [3])
+            cache.finish_few()
+        land(cache)
+        where = interrupt_at_line(n, lambda cache=cache: cache.resize(sizes), CACHE)
+        if not all(b.holds_all for b in cache._banks):
+            everything_is_right(model, cache)
+            decode(cache, 1, [3])
+            decode(cache, 0, [0, 1][: cache.bank_slots[0] - 1])
+            everything_is_right(model, cache)
+        if where is None:
+            break
+    assert cache.bank_slots == sizes
+    assert n > 60
+
+
+def test_a_claim_whose_end_was_never_waited_for_goes_with_its_memory(model):
+    cache = make(model, slots_a=4)
+    decode(cache, 0, [0])
+    with cache.lock:
+        _, coming = cache.claim_few(0, [0, 1], ahead=True)
+    assert list(coming) == [1]  # an interrupt came before `finish_few`
+    thread = threading.Thread(target=lambda: cache.hold(held_sum(model, cache, 0, 0)[0] + 1))
+    thread.start()
+    thread.join()
+    cache.settle()  # that cannot be evaluated here: the memory is left to it
+    assert cache.stats.abandoned == 1
+    assert cache.prewarm([(1, 2)]) == 1
+    decode(cache, 1, [2])
+    everything_is_right(model, cache)
+
+
 def test_a_layer_whose_bets_are_wrong_stops_and_tries_again():
     judge = Judge()
 

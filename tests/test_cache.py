@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 from smoe_mlx.cache import experts as experts_module
 from smoe_mlx.cache.bank import SlotBank, _page_aligned_zeros
 from smoe_mlx.cache.experts import SharedExpertCache
+from smoe_mlx.cache.stats import LayerStats
 from smoe_mlx.errors import BudgetError, CheckpointError, ExpertReadError
 from smoe_mlx.store.layout import TensorSpec, layout_from_checkpoint
 from smoe_mlx.store.reader import ExpertReader
@@ -784,6 +785,88 @@ def test_a_claim_in_a_bank_that_holds_all_leaves_other_layers_rows_alone(model):
         return
     for key, a in model.truth[0].items():
         np.testing.assert_array_equal(np.array(rows[key]), a)
+
+
+# ---- slots from a table in the graph -------------------------------------------------------------
+
+
+def counts(cache, layer):
+    x = cache.stats.layers[layer]
+    return {"calls": x.calls, "waves": x.waves, "hits": x.hits, "misses": x.misses}
+
+
+def test_what_a_graph_took_from_the_table_counts_and_is_used_just_now(model):
+    cache = model.cache(slots_a=2)
+    claim(cache, 0, [0, 1])
+    before = counts(cache, 0)
+    table = cache.lookup(0)
+    assert cache.lookup(0) is table
+    assert table.tolist() == np.maximum(cache.table(0), 0).tolist()
+    assert cache.saw(0, [0, 0], table)
+    assert counts(cache, 0) == before | {"calls": 1, "waves": 1, "hits": before["hits"] + 1}
+    claim(cache, 0, [2])
+    assert in_memory(cache, 0) == {0, 2}, "what was used last was evicted"
+    assert cache.lookup(0) is not table
+
+
+def test_a_table_that_has_changed_or_lacks_an_expert_is_not_taken_for_right(model):
+    cache = model.cache(slots_a=3)
+    claim(cache, 0, [0, 1])
+    before, table = counts(cache, 0), cache.lookup(0)
+    assert not cache.saw(0, [0, 4], table)
+    assert not cache.saw(1, [0], table)
+    claim(cache, 0, [2])
+    assert not cache.saw(0, [0], table), "an expert may have moved since"
+    assert cache.saw(0, [0], cache.lookup(0))
+    assert counts(cache, 0)["calls"] == before["calls"] + 1
+
+
+def test_calls_of_complete_layers_are_counted_before_they_pile_up(model):
+    cache = model.cache(slots_a=8)
+    assert not cache.is_complete(1)
+    claim(cache, 1, range(COUNTS[1]))
+    assert cache.is_complete(1)
+    assert not cache.is_complete(0)
+    before = counts(cache, 1)
+    for _ in range(3):  # as many as there are layers
+        cache.saw_later(1, mx.array([[1, 2]]))
+    assert counts(cache, 1) == before
+    cache.saw_later(1, mx.array([[1, 3]]))
+    assert counts(cache, 1)["hits"] == before["hits"] + 8
+    assert counts(cache, 1)["calls"] == 4
+    cache.catch_up()
+    assert counts(cache, 1)["calls"] == 4
+
+
+def test_a_claim_that_misses_is_counted_once_however_many_it_misses(model):
+    cache = model.cache(slots_a=4)
+    claim(cache, 0, [0, 1])
+    claim(cache, 0, [1])
+    claim(cache, 0, [1, 2])
+    with cache.lock:
+        cache.claim_few(0, [3, 3, 1])
+    assert cache.stats.layers[0].missed_calls == cache.stats.missed_calls == 3
+    assert (cache.stats.hits, cache.stats.misses) == (3, 4)
+    assert cache.stats.layers[0].resident_calls == 0
+
+
+def test_rows_of_a_bank_that_holds_all_are_counted_as_such(model):
+    cache = model.cache()
+    for _ in range(2):
+        assert cache.resident(1) is not None
+    assert cache.stats.layers[1] == LayerStats(resident_calls=2)
+    assert cache.stats.layers[0] == LayerStats(0, 0, 0, 0, 0, 0)
+
+
+def test_pins_that_fill_most_of_a_bank_leave_waves_of_one(model):
+    cache = model.cache(slots_a=4)
+    cache.pin(0, [1, 3])
+    assert cache.waves(0, np.array([0, 1])) == [[0, 1]]
+    claim(cache, 0, [4])
+    # Those in memory first, pinned ones with the first wave, never more than there is room for.
+    assert cache.waves(0, np.array([0, 1, 2, 3, 4])) == [[4, 0, 1, 3], [2]]
+    assert cache.waves(0, np.array([1, 3, 1])) == [[1, 3]]
+    assert cache.waves(1, np.array([0, 1, 2])) == [[0, 1], [2]]
 
 
 # ---- interruptions -------------------------------------------------------------------------------

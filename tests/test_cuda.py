@@ -64,6 +64,7 @@ class Driver:
         self.streams[stream._obj.value] = []
 
     def do_cuMemHostRegister_v2(self, start, nbytes, flags):
+        assert flags == 0
         assert self.current.context == 77
         assert start.value % PAGE == 0
         assert nbytes % PAGE == 0

@@ -327,8 +327,6 @@ def test_quick_reads_are_done_alone_until_two_are_slow(monkeypatch, one_file):
         assert not alone.reader.slow
         assert alone(QUICK, QUICK, SLOW, QUICK) == 4
         assert not alone.reader.slow  # one of them may be chance
-        assert alone(SLOW_SECONDS) == 1
-        assert not alone.reader.slow
         assert alone(SLOW, QUICK, SLOW, QUICK, QUICK) == 3
         assert alone.reader.slow
         alone.reader._calls = 0

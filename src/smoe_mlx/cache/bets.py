@@ -28,6 +28,7 @@ class Bet:
     slot: int
     reading: Reading
     judged: bool = False
+    given_up: bool = False
 
 
 class Judge:

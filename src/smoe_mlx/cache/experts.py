@@ -336,6 +336,13 @@ class SharedExpertCache(SlotCache):
         mx.clear_cache()
 
     def _resize(self, bank: Bank, slots: int) -> None:
+        try:
+            self._move(bank, slots)
+        except BaseException:  # the tables may be of other memory
+            self._abandon([bank])
+            raise
+
+    def _move(self, bank: Bank, slots: int) -> None:
         for key in list(bank.bets):
             self._drop(bank, key)
         bank.landed.clear()
@@ -351,11 +358,7 @@ class SharedExpertCache(SlotCache):
         while len(owners := bank.owners()) > slots:
             self._evict(bank, set())
         rows = sorted(owners)
-        try:
-            bank.memory = bank.memory.moved(slots, rows)
-        except BaseException:
-            self._abandon([bank])
-            raise
+        bank.memory = bank.memory.moved(slots, rows)
         for to, at in enumerate(rows):
             bank.place(*owners[at], to)
         bank.lookups.clear()

@@ -192,6 +192,8 @@ class SlotCache:
             (the slot of each id, the experts that are still being read), or None if there is not
             room for all of them at once.
         """
+        if self._loading is not None:  # an interrupt came between claim_few and finish_few
+            self._recover()
         bank = self._bank_of[layer]
         table = bank.tables[layer]
         slots = [table[e] for e in ids]
@@ -263,12 +265,14 @@ class SlotCache:
 
         Nothing may still read the slots.
         """
-        if self._loading is not None:  # an interrupt came between claim_few and finish_few
+        if self._loading is not None:  # as in claim_few
             self._recover()
         self._loading = loading = Loading(bank, layer)
         for e in experts:
             bet = bank.bets.get((layer, e))
-            if bet is not None:
+            if bet is not None and bet.given_up:  # and then an interrupt came
+                self._drop(bank, (layer, e))
+            elif bet is not None:
                 loading.slots[e] = bet.slot
                 loading.readings.append(bet.reading)
                 del bank.bets[layer, e]
@@ -310,7 +314,7 @@ class SlotCache:
                 loading.bank.place(loading.layer, e, -1)
                 loading.bank.policy.discard((loading.layer, e))
         self._repair(None)
-        self._loading = None  # last: an interrupt on the way leaves it to the next `_start`
+        self._loading = None  # last: an interrupt on the way leaves it to the next claim
 
     def _repair(self, loading: Loading | None) -> None:
         """Make all that follows from the tables follow again; `loading` goes on."""
@@ -380,7 +384,7 @@ class SlotCache:
             if expert not in needed:
                 if not bet.reading.begun:
                     self._drop(bank, key)
-            elif bet.reading.done and bet.reading.error is None:
+            elif bet.reading.done and bet.reading.error is None and not bet.given_up:
                 stats.used += 1
                 del bank.bets[key]  # if anything fails from here on, `_recover` frees its slot
                 self.reader.finish(bet.reading)
@@ -391,6 +395,7 @@ class SlotCache:
     def _drop(self, bank: Bank, key: Key) -> None:
         """Give up a bet and free its slot."""
         bet = bank.bets[key]
+        bet.given_up = True  # first: what is not read any more must never be taken for read
         if bet.reading.begun:
             self.stats.bets.wasted += 1
         else:
