@@ -221,6 +221,9 @@ class Soak:
         self.report.rounds += 1
         self.report.footprints.append(Footprint.now())
         self.report.seconds += time.perf_counter() - start
+        if self.report.wrong():  # a thread that was joined takes a moment to leave the system
+            time.sleep(2)
+            self.report.footprints[-1] = Footprint.now()
         if wrong := self.report.wrong():
             sys.exit(f"round {self.report.rounds}: {wrong}\n{config}")
 

@@ -115,6 +115,8 @@ def _array(z: zipfile.ZipFile, name: str, dtype: type, ndim: int, limit: int) ->
     info = z.getinfo(f"{name}.npy")
     if info.file_size > limit + 4096:
         raise ValueError(f"{name} is larger than {limit} bytes")
+    if info.compress_size > os.path.getsize(z.filename or ""):  # it would be allocated
+        raise ValueError(f"{name} is larger than the file")
     data = z.read(info)  # no more than file_size, and its checksum is compared
     f = BytesIO(data)
     if np.lib.format.read_magic(f) != (1, 0):

@@ -202,6 +202,33 @@ def check(target: str, data: bytes) -> int:
     return peak
 
 
+def greedy(nbytes: int) -> dict[str, list[bytes]]:
+    """JSON that takes the most memory for its size, as files of each kind."""
+    texts = [
+        b"[" + b"[]," * (nbytes // 3) + b"[]]",
+        b"[" + b"{}," * (nbytes // 3) + b"{}]",
+        b"[" + b'"ab",' * (nbytes // 5) + b"1]",
+        b"[" + b"1e9," * (nbytes // 4) + b"1]",
+        b"{" + b",".join(b'"%x":0' % i for i in range(nbytes // 9)) + b"}",
+        b"{" + b",".join(b'"%x":[]' % i for i in range(nbytes // 10)) + b"}",
+        '["\U0001f600'.encode() + b"a" * nbytes + b'"]',
+    ]
+    parts = plan_vault([("layers.0", 2, [TensorSpec("up_proj", "weight", "F32", (2,), 8)])], {})
+
+    def in_vault(text: bytes) -> bytes:
+        fields = list(PREAMBLE.unpack_from(front_matter(parts)))
+        fields[3] = len(text)
+        fields[5] = -(-(PREAMBLE.size + len(text) + 64) // 16384) * 16384
+        return PREAMBLE.pack(*fields) + text + parts.table.tobytes() + bytes(1 << 14)
+
+    return {
+        **dict.fromkeys(("config", "recipe", "usage", "index"), texts),
+        "safetensors": [len(t).to_bytes(8, "little") + t for t in texts],
+        "session": [len(t).to_bytes(8, "little") + t for t in texts],
+        "vault": [in_vault(t) for t in texts],
+    }
+
+
 # ---- a corpus to begin with ----------------------------------------------------------------------
 
 
