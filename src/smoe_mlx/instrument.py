@@ -208,18 +208,18 @@ class _Meter:
         return y
 
     def around_switch(
-        self, call: Callable[..., Any], switch: Any, x: mx.array, indices: mx.array
+        self, call: Callable[..., Any], switch: Any, x: mx.array, indices: mx.array, *weights: Any
     ) -> mx.array:
         y: mx.array
         if self.token is None:
-            y = call(switch, x, indices)
+            y = call(switch, x, indices, *weights)
             return y
         self.evaluate(x, "dense")
         ids = np.array(indices if switch._true_indices is None else switch._true_indices)
         self.lap("routing")
         self.note(switch._layer, x, ids)
         self.lap("panel")
-        y = call(switch, x, indices)
+        y = call(switch, x, indices, *weights)
         self.evaluate(y, "experts")
         return y
 

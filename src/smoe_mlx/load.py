@@ -24,6 +24,7 @@ from .hot import find_usage_file, prewarm_soon
 from .hub import find_model
 from .kernels.choose import KernelChooser
 from .kernels.experts import eligible
+from .layers.blocks import recognise
 from .layers.lookahead import look_up, make_predictor
 from .layers.mixed import MixedSwitch
 from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
@@ -255,6 +256,10 @@ def install(
     modules: list[tuple[int, Switch, StreamingSwitchGLU | StreamingSwitchMLP]] = []
     layer = 0
     for switch in skeleton.switches:
+        path, _, name = switch.path.rpartition(".")
+        block = look_up(skeleton.model, path)
+        # Experts of several kinds are not computed at once, so that there is no sum to leave.
+        recognised = recognise(type(block), name) if len(switch.parts) == 1 else None
         kind = StreamingSwitchGLU if switch.is_glu else StreamingSwitchMLP
         activation = switch.module.get("activation")
         parts = []
@@ -262,7 +267,9 @@ def install(
             streamed = kind(cache, layer, **part.projections, activation=activation)
             streamed.eval()  # here, since the parts of a MixedSwitch are not its children
             geometry = eligible(part.layout.tensors, part.projections, streamed.activation)
-            streamed.fused = kernels.choose(geometry, streamed.in_one, streamed.activation)
+            streamed.fused = kernels.choose(
+                geometry, streamed.in_one, streamed.activation, recognised is not None
+            )
             parts.append(streamed)
             layer += 1
         module: nn.Module = parts[0]
@@ -274,7 +281,12 @@ def install(
         module.eval()
         replace_module(skeleton.model, switch.path, module)
         if isinstance(module, (StreamingSwitchGLU, StreamingSwitchMLP)):
-            tell_true_routing(look_up(skeleton.model, switch.path.rpartition(".")[0]), module)
+            tell_true_routing(block, module)
+            if module.fused is not None and recognised is not None:
+                block.__class__ = recognised.kind
+                if recognised.routing is not None:
+                    choice = recognised.routing.arguments(block)
+                    module.router = kernels.choose_router(switch.num_experts, *choice)
             modules.append((layer - 1, switch, module))
     _install_bets(skeleton, modules, config)
     decoding = Decoding(skeleton.model, cache, config.decode)
