@@ -19,7 +19,7 @@ from mlx_lm.models.switch_layers import SwiGLU
 
 import smoe_mlx
 from smoe_mlx import cli
-from smoe_mlx.kernels import choose, experts, selftest
+from smoe_mlx.kernels import choose, experts, route, selftest
 from smoe_mlx.kernels.choose import KernelChooser
 from smoe_mlx.kernels.experts import (
     ACTIVATIONS,
@@ -30,12 +30,21 @@ from smoe_mlx.kernels.experts import (
     eligible,
     kernel_text,
 )
-from smoe_mlx.kernels.selftest import Verdict, find_fault, random_call, random_experts, reference
+from smoe_mlx.kernels.route import FusedRouter
+from smoe_mlx.kernels.selftest import (
+    Verdict,
+    find_fault,
+    random_call,
+    random_experts,
+    random_weights,
+    reference,
+)
 from smoe_mlx.layers.switch import Projection
 from smoe_mlx.store.layout import TensorSpec
 
 SWIGLU = ACTIVATIONS["mlx_lm.models.switch_layers.SwiGLU"]
 BF16, F16, F32 = mx.bfloat16, mx.float16, mx.float32
+ONES = mx.ones((2, 2))
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +65,7 @@ def emulate(compiled, monkeypatch):
         monkeypatch.setattr(mx.fast, "metal_kernel", machine.metal_kernel)
         monkeypatch.setattr(mx.fast, "cuda_kernel", machine.cuda_kernel)
         monkeypatch.setattr(mx, "compile", lambda function: function)  # an Emulator looks at arrays
-        for module in (experts, choose):
+        for module in (experts, choose, route):
             monkeypatch.setattr(module, "backend", lambda: backend)
         return machine
 
@@ -122,6 +131,59 @@ def test_experts_equal_the_reference(shape, emulate):
     assert_exact(swiglu(hidden, ffn, bits, group, dtype), tokens, top_k)
 
 
+WEIGHTED = [
+    # hidden, ffn, (bits, group) of gate and up, of down, mode, dtype, tokens, top-k
+    (160, 96, (4, 32), (4, 32), "affine", BF16, 2, 3),
+    (128, 192, (2, 64), (8, 32), "affine", F32, 1, 16),
+    (256, 128, (3, 64), (3, 32), "affine", BF16, 2, 2),
+    (128, 256, (5, 32), (6, 128), "affine", F16, 1, 5),
+    (384, 128, (6, 64), (5, 64), "affine", F32, 1, 2),
+    (64, 96, (4, 32), (4, 32), "mxfp4", F32, 2, 2),
+]
+
+
+@pytest.mark.parametrize("shape", WEIGHTED, ids=str)
+def test_weighted_sums_equal_the_reference(shape, emulate):
+    hidden, ffn, up, down, mode, dtype, tokens, top_k = shape
+    emulate()
+    geometry = swiglu(hidden, ffn, *up, dtype, down, mode)
+    weights = random_weights(mx.zeros((tokens, top_k)), dtype)
+    assert_exact(geometry, tokens, top_k, weights=weights)
+
+
+def test_formats_without_a_weighted_sum(emulate):
+    emulate()
+    assert_exact(swiglu(128, 128, 3, 32, BF16, (6, 64)), 2, 2)
+
+
+def test_scores_of_another_type(emulate):
+    """As mlx-lm: the sum is in the wider type, unless the block brings it back."""
+    emulate()
+    geometry = swiglu(64, 64, 4, 64, BF16)
+    for cast, dtype in ((False, F32), (True, BF16)):
+        weights = random_weights(ONES, F32, cast)
+        assert_exact(geometry, 2, 2, weights=weights, dtype=dtype)
+
+
+def test_the_weighted_sum_with_biases_and_without_a_gate(emulate):
+    emulate()
+    weights = random_weights(mx.zeros((3, 2)), F32)
+    for gated, activation in ((True, activations.SwigluOAI()), (False, nn.ReLU2())):
+        text = activation_text(activation, gated)
+        geometry = replace(swiglu(128, 64, 4, 32, F32), gated=gated, activation=text)
+        geometry = replace(geometry, up_bias=True, down_bias=True)
+        assert_exact(geometry, 3, 2, activation, weights=weights)
+
+
+@pytest.mark.parametrize(("up", "down"), [(4, 8), (8, 2)])
+def test_adding_gives_the_bits_of_converting(up, down, emulate):
+    emulate()
+    geometry, weights = swiglu(128, 64, up, 32, F32, (down, 32)), random_weights(ONES, F32)
+    tilings = (Tiling(lanes=4, rows=3), Tiling(lanes=4, rows=3, ahead=2, add=True))
+    a, b = (assert_exact(geometry, 2, 2, tilings=(t, t), weights=weights) for t in tilings)
+    assert same_bits(a, b)
+
+
 def test_qwen3_shapes(emulate):
     machine = emulate()
     assert_exact(swiglu(2048, 768, 4, 64, BF16), 1, 8)
@@ -145,19 +207,27 @@ def test_tilings(tiling, emulate):
 def test_cuda_computes_the_same_bits(shape, emulate):
     hidden, ffn, bits, group, dtype, tokens, top_k = shape
     geometry = swiglu(hidden, ffn, bits, group, dtype)
+    weights = random_weights(mx.zeros((tokens, top_k)), dtype) if bits != 8 else None
     emulate("metal")
-    metal = assert_exact(geometry, tokens, top_k)
+    metal = assert_exact(geometry, tokens, top_k, weights=weights)
     machine = emulate("cuda")
-    assert same_bits(assert_exact(geometry, tokens, top_k), metal)
+    assert same_bits(assert_exact(geometry, tokens, top_k, weights=weights), metal)
     assert len(machine.names) == 2
 
 
 def test_order_of_threads_changes_no_bit(emulate):
-    emulate()
-    first = assert_exact(swiglu(256, 384, 4, 128, F32), 3, 5)
-    for seed in (1, 2, 3):
+    geometry, router = swiglu(256, 384, 4, 128, F32), FusedRouter(60, 5, False, True, True)
+    logits = mx.random.normal((3, 60))
+
+    def compute(seed):
         emulate(seed=seed)
-        assert same_bits(assert_exact(swiglu(256, 384, 4, 128, F32), 3, 5), first)
+        y = assert_exact(geometry, 3, 5)
+        weights = random_weights(mx.zeros((3, 5)), F32)
+        return [y, assert_exact(geometry, 3, 5, weights=weights), *router(logits)]
+
+    first = compute(0)
+    for seed in (1, 2, 3):
+        assert all(same_bits(a, b) for a, b in zip(compute(seed), first, strict=True))
 
 
 def test_a_pair_does_not_depend_on_the_others(emulate):
@@ -325,6 +395,78 @@ def test_the_emulator_sees_faults(emulate):
         run_text(AT + "o[at] = x[at] * 2.0f;", emulate, dtype=BF16)
 
 
+# ---- routing -------------------------------------------------------------------------------------
+
+ROUTERS = [
+    # experts, k, by logits, renormalised, from the end
+    (128, 8, False, True, True),
+    (60, 4, False, False, False),
+    (8, 2, True, True, False),
+    (513, 16, False, False, True),
+    (3, 3, True, True, True),
+]
+
+
+@pytest.mark.parametrize("choice", ROUTERS, ids=str)
+def test_routers(choice, emulate):
+    emulate()
+    router, k = FusedRouter(*choice), choice[1]
+    assert selftest.router_fault(router) == ""
+    ops = selftest.route_operations(router)
+    for dtype in (F32, BF16):
+        logits = 3 * mx.random.normal((2, 3, choice[0]), key=mx.random.key(1)).astype(dtype)
+        assert router.fits(logits)
+        (ids, scores), stock_ids = router(logits), ops(logits)[0]
+        assert (ids.shape, scores.dtype) == ((2, 3, k), dtype)
+        exact = mx.softmax(logits.astype(F32), axis=-1)
+        expected = mx.take_along_axis(exact, ids, axis=-1)
+        if router.norm:
+            expected = expected / expected.sum(axis=-1, keepdims=True)
+        error = relative_error(scores, expected)
+        assert error <= 1.02 * relative_error(expected.astype(dtype), expected) + 2e-6
+        # The same experts, up to those that mlx-lm's own rounding makes equal.
+        rounded = mx.softmax(logits, axis=-1, precise=True)
+        mine, theirs = (mx.sort(mx.take_along_axis(rounded, i, -1), -1) for i in (ids, stock_ids))
+        assert mx.array_equal(mine, theirs).item()
+
+
+@pytest.mark.parametrize("backend", ["metal", "cuda"])
+def test_equal_experts_are_chosen_as_by_sorting(backend, emulate):
+    emulate(backend)
+    logits = mx.array([[1.0, 2, 2, 0, 2, 1, 2, 1]])
+    assert FusedRouter(8, 3, False, True, False)(logits)[0].tolist() == [[1, 2, 4]]
+    assert FusedRouter(8, 3, True, True, True)(logits)[0].tolist() == [[2, 4, 6]]
+    assert FusedRouter(8, 6, True, False, True)(logits)[0].tolist() == [[5, 7, 1, 2, 4, 6]]
+    nothing = mx.full((1, 8), -math.inf)
+    assert sorted(FusedRouter(8, 8, True, True, False)(nothing)[0].tolist()[0]) == [*range(8)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("left &= ~(1u << j)", "left &= ~0u", "other experts"),
+        ("if (other_id != 0xffffffffu &&", "if (m < 16 && other_id != 0xffffffffu &&", "other"),
+        ("my_score / sum", "my_score / chosen", "other weights"),
+        ("NORM && total == total", "true", "NaN"),
+    ],
+)
+def test_wrong_routers_are_seen(old, new, fault, emulate):
+    emulate(change=lambda text: text.replace(old, new))
+    norm = "NORM" in old
+    assert fault in selftest.router_fault(FusedRouter(40, 4, norm, norm, True))
+
+
+def test_logits_that_do_not_fit(emulate):
+    emulate()
+    router = FusedRouter(64, 4, False, True, True)
+    assert router.fits(mx.zeros((16, 64)))
+    assert not router.fits(mx.zeros((17, 64)))
+    assert not router.fits(mx.zeros((1, 63)))
+    assert not router.fits(mx.zeros((1, 64), mx.int32))
+    assert not FusedRouter(1025, 4, False, True, True).fits(mx.zeros((1, 1025)))
+    assert not FusedRouter(64, 17, False, True, True).fits(mx.zeros((1, 64)))
+
+
 # ---- names and text ------------------------------------------------------------------------------
 
 
@@ -393,9 +535,10 @@ def test_eligible():
 @pytest.mark.parametrize(
     ("why", "tensors", "parts", "activation"),
     [
-        ("mxfp4", specs(), projections(every={"mode": "mxfp4", "group_size": 32}), SwiGLU()),
+        ("mxfp8", specs(), projections(every={"mode": "mxfp8", "group_size": 32}), SwiGLU()),
+        ("some", specs(), projections(up_proj={"mode": "mxfp4", "group_size": 32}), SwiGLU()),
         ("not quantised", specs(), projections(up_proj={"mode": None}), SwiGLU()),
-        ("3 bits", specs(), projections(down_proj={"bits": 3}), SwiGLU()),
+        ("7 bits", specs(), projections(down_proj={"bits": 7}), SwiGLU()),
         ("groups of 16", specs(), projections(every={"group_size": 16}), SwiGLU()),
         ("different ways", specs(), projections(gate_proj={"bits": 2}), SwiGLU()),
         ("different ways", specs(bias=("gate_proj",)), projections(), SwiGLU()),
@@ -414,7 +557,9 @@ def test_not_eligible(why, tensors, parts, activation):
 
 def test_two_bits_need_whole_chunks():
     two = {"bits": 2, "group_size": 32}
-    assert "16-byte" in eligible(specs(bits=2, group=32, ffn=96), projections(every=two), SwiGLU())
+    assert "chunks of 64" in eligible(
+        specs(bits=2, group=32, ffn=96), projections(every=two), SwiGLU()
+    )
     assert not isinstance(
         eligible(specs(bits=2, group=32, ffn=192), projections(every=two), SwiGLU()), str
     )
