@@ -119,7 +119,7 @@ class Checker:
             ptx = (self.folder / "expert.ptx").read_text() if done.returncode == 0 else ""
             spilled = any(int(n) for n in re.findall(r"(\d+) bytes spill", done.stderr))
             found = re.findall(r"\d+ registers|\d+ bytes smem|\d+ bytes spill \w+", done.stderr)
-            loads = len(re.findall(r"ld\.global\.nc\.v4", ptx))
+            loads = len(re.findall(r"ld\.global\.v4\.(?:b|u)32", ptx))
             said = ", ".join([*found, f"{loads} loads of 16 bytes"])
             self.say(
                 "nvcc", name.split("_")[1], launch, done.returncode or spilled, done.stderr, said

@@ -25,6 +25,7 @@ struct Strides { int64_t v[10]; int64_t operator[](int i) const { return v[i]; }
 #define gridDim (::smemu::cur()->g->ngroups)
 inline void cu_sync(int site = __builtin_LINE()) { ::smemu::tg_barrier(site, true); }
 #define __syncthreads() cu_sync(__LINE__)
+inline void __syncwarp(int site = __builtin_LINE()) { ::smemu::simd_sync(site); }
 template <class T> inline T __ldg(const T* p) { return *p; }
 template <class T> inline T cu_shfl_xor(unsigned mask, T v, int m, int site = __builtin_LINE()) {
   if (mask != 0xffffffffu) ::smemu::fault("partial shuffle mask", site);

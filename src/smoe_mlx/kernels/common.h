@@ -7,10 +7,49 @@
 #define SM_INFINITY SM_AS_FLOAT(0x7f800000u)
 enum { SM_CONVERT, SM_ADD, SM_FP4 };
 
-template <int COUNT>
-struct sm_words {
-  uint32_t w[COUNT];
+// What a lane takes of a row at a time: codes, and what their groups have.
+template <int LOADS, int PARTS>
+struct sm_chunk {
+  uint32_t w[4 * LOADS];
+  float scale[PARTS];
+  float offset[PARTS];
 };
+
+// The scale of a group: a float, or the exponent of mxfp4 (e8m0), with what FP4 codes lack.
+template <class S>
+SM_FN float sm_scale(S s) {
+  return float(s);
+}
+
+SM_FN float sm_scale(uint8_t s) {
+  return SM_AS_FLOAT(uint32_t(s) << 23) * 16384.0f;
+}
+
+// Read chunk c of a row that has CHUNKS of them, each in PARTS groups, or SPAN of them in a group.
+template <int HOW, int CHUNKS, int SPAN, int LOADS, int PARTS, class S, class B>
+SM_FN void sm_fetch(
+    SM_THREAD sm_chunk<LOADS, PARTS>& q,
+    const SM_DEVICE uint4* codes,
+    S scales,
+    B offsets,
+    size_t row,
+    uint32_t c) {
+  SM_UNROLL
+  for (int i = 0; i < LOADS; i++) {
+    const uint4 v = codes[(row * uint32_t(CHUNKS) + c) * uint32_t(LOADS) + uint32_t(i)];
+    q.w[4 * i] = v.x;
+    q.w[4 * i + 1] = v.y;
+    q.w[4 * i + 2] = v.z;
+    q.w[4 * i + 3] = v.w;
+  }
+  SM_UNROLL
+  for (int p = 0; p < PARTS; p++) {
+    const size_t g = row * uint32_t(CHUNKS * PARTS / SPAN) +
+        (PARTS > 1 ? c * uint32_t(PARTS) + uint32_t(p) : c / uint32_t(SPAN));
+    q.scale[p] = sm_scale(scales[g]);
+    q.offset[p] = HOW == SM_FP4 ? 0.0f : float(offsets[g]);
+  }
+}
 
 // Where the code i of a chunk stands when it is masked. (One that lies across two words is put
 // together and stands at 0.)
@@ -27,8 +66,8 @@ SM_FN float sm_place(float v, uint32_t i) {
 }
 
 // Code i, times 2^position.
-template <int BITS, int HOW, int COUNT>
-SM_FN float sm_code(const SM_THREAD sm_words<COUNT>& q, int i) {
+template <int BITS, int HOW, int LOADS, int PARTS>
+SM_FN float sm_code(const SM_THREAD sm_chunk<LOADS, PARTS>& q, int i) {
   const uint32_t mask = (1u << BITS) - 1u;
   const int word = i * BITS / 32;
   const int at = i * BITS % 32;
@@ -47,23 +86,13 @@ SM_FN float sm_code(const SM_THREAD sm_words<COUNT>& q, int i) {
 }
 
 // The sum over codes 4 * quad to 4 * quad + 3 of code * x, with x divided as said above.
-template <int BITS, int HOW, int COUNT>
-SM_FN float sm_dot4(const SM_THREAD sm_words<COUNT>& q, int quad, float4 x) {
+template <int BITS, int HOW, int LOADS, int PARTS>
+SM_FN float sm_dot4(const SM_THREAD sm_chunk<LOADS, PARTS>& q, int quad, float4 x) {
   float sum = x.x * sm_code<BITS, HOW>(q, 4 * quad);
   sum += x.y * sm_code<BITS, HOW>(q, 4 * quad + 1);
   sum += x.z * sm_code<BITS, HOW>(q, 4 * quad + 2);
   sum += x.w * sm_code<BITS, HOW>(q, 4 * quad + 3);
   return sum;
-}
-
-// The scale of a group: a float, or the exponent of mxfp4 (e8m0), with what FP4 codes lack.
-template <class S>
-SM_FN float sm_scale(S s) {
-  return float(s);
-}
-
-SM_FN float sm_scale(uint8_t s) {
-  return SM_AS_FLOAT(uint32_t(s) << 23) * 16384.0f;
 }
 
 // The sum over COUNT neighbouring lanes; right in the first of them.

@@ -12,6 +12,7 @@
 #define SM_SHUFFLE_XOR(v, m) __shfl_xor_sync(0xffffffffu, v, m)
 #define SM_EXP(v) expf(v)
 #define SM_TANH(v) tanhf(v)
-#define SM_LOAD16(p, i) __ldg((p) + (i))
+// No load is moved past it (one by __ldg would be).
+#define SM_LOADED() __syncwarp()
 #define SM_UNROLL _Pragma("unroll")
-#define SM_UNROLL_AHEAD _Pragma("unroll AHEAD")
+#define SM_NO_UNROLL _Pragma("unroll 1")

@@ -215,16 +215,16 @@ class Tiling(NamedTuple):
     """How a kernel divides its work.
 
     simds: simdgroups in a threadgroup (with the weighted sum: one a place of the top-k, instead).
-    lanes: that share a row of weights. rows: that a lane works on at a time. ahead: steps along a
-    row that are unrolled together, so that their loads are under way at once. add: codes of 2, 4
-    and 8 bits become floats by an addition in the place of a conversion, the same numbers.
+    lanes: that share a row of weights. rows: that a lane works on at a time, no more than lanes.
+    ahead: chunks of a row that are on their way while one is used. add: codes of 2, 4 and 8 bits
+    become floats by an addition in the place of a conversion, the same numbers.
     """
 
     simds: int = 4
     lanes: int = 8
     rows: int = 1
     ahead: int = 1
-    add: bool = False
+    add: bool = True
 
     @property
     def simd_rows(self) -> int:
@@ -320,7 +320,7 @@ class FusedExperts:
             weights = Weights(given.pop(0), cast) if weighted else None
             lookup = given.pop(0) if looked_up else None
             arrays = dict(zip((*self._up, *self._down), given, strict=True))
-            h = self.first(arrays, x, slots, lookup, weighted)
+            h = self.first(arrays, x, slots, lookup)
             return self.second(arrays, h, slots, weights, lookup)
 
         return mx.compile(call) if self.compiled else call
@@ -331,18 +331,14 @@ class FusedExperts:
         x: mx.array,
         slots: mx.array,
         lookup: mx.array | None = None,
-        weighted: bool = True,
     ) -> mx.array:
-        """Gate, up and activation: x [..., D], slots [..., k] -> h [pairs, F] float32.
-
-        Args:
-            weighted: `second` will be given weights: h is then in the order that it wants.
-        """
+        """Gate, up and activation: x [..., D], slots [..., k] -> [pairs, F] float32, in an order
+        that `second` knows."""
         g, tiling = self.geometry, self.tilings[0]
         inputs = {"inp": x.reshape(-1, g.hidden), "slot": slots.reshape(-1, slots.shape[-1])}
-        constants = {"SIMDS": tiling.simds, "GATED": g.gated, "PER_TOKEN": True, "BIAS": g.up_bias}
+        constants = {"SIMDS": tiling.simds, "FIRST": True, "NEXT": chunk(g.down[0])}
+        constants |= {"GATED": g.gated, "BIAS": g.up_bias}
         constants |= self._constants(g.up, tiling, g.hidden)
-        constants["NEXT"] = chunk(g.down[0]) if weighted else 0
         return self._launch(
             "expert", g.activation, inputs, lookup, arrays, self._up, constants,
             (slots.size, g.ffn), mx.float32, tiling.simds, tiling.simds * tiling.simd_rows,
@@ -361,7 +357,7 @@ class FusedExperts:
         inputs = {"inp": h, "slot": slots.reshape(-1, top_k)}
         constants = {"BIAS": g.down_bias, **self._constants(g.down, tiling, g.ffn)}
         if weights is None:
-            constants |= {"SIMDS": tiling.simds, "GATED": False, "PER_TOKEN": False, "NEXT": 0}
+            constants |= {"SIMDS": tiling.simds, "FIRST": False, "NEXT": 4, "GATED": False}
             y = self._launch(
                 "expert", "u", inputs, lookup, arrays, self._down, constants,
                 (slots.size, g.hidden), g.dtype, tiling.simds, tiling.simds * tiling.simd_rows,
@@ -370,7 +366,7 @@ class FusedExperts:
         dtype = g.dtype if weights.cast else result_type(g.dtype, weights.scores.dtype)
         y = self._launch(
             "sum", "", {**inputs, "score": weights.scores}, lookup, arrays, self._down,
-            {"TOP_K": top_k, **constants}, (slots.size // top_k, g.hidden), dtype, top_k,
+            {"MAX_TOP_K": MAX_TOP_K, **constants}, (slots.size // top_k, g.hidden), dtype, top_k,
             tiling.simd_rows,
         )  # fmt: skip
         return y.reshape(*slots.shape[:-1], g.hidden)

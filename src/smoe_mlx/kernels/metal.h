@@ -16,6 +16,6 @@
 #define SM_SHUFFLE_XOR(v, m) simd_shuffle_xor(v, ushort(m))
 #define SM_EXP(v) metal::exp(v)
 #define SM_TANH(v) metal::tanh(v)
-#define SM_LOAD16(p, i) (p)[i]
+#define SM_LOADED() simdgroup_barrier(mem_flags::mem_none)
 #define SM_UNROLL _Pragma("clang loop unroll(full)")
-#define SM_UNROLL_AHEAD _Pragma("clang loop unroll_count(AHEAD)")
+#define SM_NO_UNROLL _Pragma("clang loop unroll(disable)")

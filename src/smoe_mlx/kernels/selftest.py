@@ -181,9 +181,9 @@ def find_fault(fused: FusedExperts, arrays: Arrays, errors: Errors, stock: Error
             expected = fused(arrays, x, slots, there)
         if not mx.array_equal(y, expected).item():
             return "a missing slot is not left out"
-        y = fused(arrays, x, slots, weights, table)
-        if not mx.array_equal(y, fused(arrays, x, table[slots], weights)).item():
-            return "slots are not looked up right"
+    y = fused(arrays, x, slots, weights, table)
+    if not mx.array_equal(y, fused(arrays, x, table[slots], weights)).item():
+        return "slots are not looked up right"
     return ""
 
 

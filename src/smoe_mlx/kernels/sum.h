@@ -2,10 +2,10 @@
   // A slot that the bank does not have adds nothing and reads nothing.
   //
   // inp     [pairs, K] float, each row in chunks, transposed: quad 0 of every chunk, quad 1, ...
-  // slot    [tokens, TOP_K], lookup [E]: as in expert.h; score [tokens, TOP_K]
+  // slot    [tokens, top-k], lookup [E]: as in expert.h; score [tokens, top-k]
   // wu su bu au: as in expert.h
-  // grid: y = token, x = block of rows; TOP_K simdgroups, one a place. LANES lanes share a row, each
-  // takes a chunk of it at a time, and ROWS such rows.
+  // grid: y = token, x = block of rows; top-k simdgroups, one a place. LANES lanes share a row, each
+  // takes a chunk of it at a time, and ROWS such rows (at most LANES), and reads AHEAD chunks ahead.
   constexpr int LOADS = 32 % BITS == 0 ? 1 : BITS;                  // of 16 bytes, in a chunk
   constexpr int CODES = 128 * LOADS / BITS;                         // in a chunk
   constexpr int QUADS = CODES / 4;                                  // a quad: four codes
@@ -15,9 +15,10 @@
   constexpr int SPAN = GROUP > CODES ? GROUP / CODES : 1;           // chunks in a group
   constexpr int BESIDE = 32 / LANES;                                // rows side by side
   constexpr int BLOCK = BESIDE * ROWS;                              // rows of a threadgroup
-  SM_SHARED(float, part, TOP_K * BLOCK);
+  SM_SHARED(float, part, MAX_TOP_K * BLOCK);
 
-  const uint32_t pair = sm_y * uint32_t(TOP_K) + sm_simd;
+  const uint32_t top_k = uint32_t(slot_shape[1]);
+  const uint32_t pair = sm_y * top_k + sm_simd;
   const uint32_t number = uint32_t(slot[pair]);
   const uint32_t expert = LOOKUP ? uint32_t(lookup[number]) : number;
   const bool there = expert < uint32_t(wu_shape[0]);
@@ -34,50 +35,62 @@
   if (there) {
     const SM_DEVICE uint4* wu4 = (const SM_DEVICE uint4*)wu;
     const SM_DEVICE float4* h4 = (const SM_DEVICE float4*)inp + size_t(pair) * uint32_t(K / 4);
-    SM_UNROLL_AHEAD
-    for (uint32_t c = lane; c < uint32_t(CHUNKS); c += uint32_t(LANES)) {
-      sm_words<4 * LOADS> q[ROWS];
+    // A queue of chunks: the last AHEAD of them are still on their way.
+    sm_chunk<LOADS, PARTS> q[AHEAD + 1][ROWS];
+    SM_UNROLL
+    for (int a = 0; a < AHEAD; a++) {
+      const uint32_t c = uint32_t(a * LANES) + lane;
       SM_UNROLL
       for (int r = 0; r < ROWS; r++) {
+        if (c < uint32_t(CHUNKS)) {
+          sm_fetch<HOW, CHUNKS, SPAN>(q[a][r], wu4, su, bu, line[r], c);
+        }
+      }
+    }
+    SM_NO_UNROLL
+    for (uint32_t start = 0u; start < uint32_t(CHUNKS); start += uint32_t(LANES)) {
+      const uint32_t next = start + uint32_t(AHEAD * LANES) + lane;
+      SM_UNROLL
+      for (int r = 0; r < ROWS; r++) {
+        if (next < uint32_t(CHUNKS)) {
+          sm_fetch<HOW, CHUNKS, SPAN>(q[AHEAD][r], wu4, su, bu, line[r], next);
+        }
+      }
+      SM_LOADED();
+      const uint32_t c = start + lane;
+      if (c < uint32_t(CHUNKS)) {
         SM_UNROLL
-        for (int i = 0; i < LOADS; i++) {
-          const uint4 u =
-              SM_LOAD16(wu4, (line[r] * uint32_t(CHUNKS) + c) * uint32_t(LOADS) + uint32_t(i));
-          q[r].w[4 * i] = u.x;
-          q[r].w[4 * i + 1] = u.y;
-          q[r].w[4 * i + 2] = u.z;
-          q[r].w[4 * i + 3] = u.w;
+        for (int p = 0; p < PARTS; p++) {
+          float sum = 0.0f;
+          float d[ROWS];
+          SM_UNROLL
+          for (int r = 0; r < ROWS; r++) {
+            d[r] = 0.0f;
+          }
+          SM_UNROLL
+          for (int j = p * PART; j < (p + 1) * PART; j++) {
+            float4 v = h4[uint32_t(j * CHUNKS) + c];
+            sum += (v.x + v.y) + (v.z + v.w);
+            const uint32_t i = 4u * uint32_t(j);
+            v = SM_FLOAT4(
+                (sm_place<BITS, HOW>(v.x, i)), (sm_place<BITS, HOW>(v.y, i + 1u)),
+                (sm_place<BITS, HOW>(v.z, i + 2u)), (sm_place<BITS, HOW>(v.w, i + 3u)));
+            SM_UNROLL
+            for (int r = 0; r < ROWS; r++) {
+              d[r] += sm_dot4<BITS, HOW>(q[0][r], j, v);
+            }
+          }
+          SM_UNROLL
+          for (int r = 0; r < ROWS; r++) {
+            down[r] += q[0][r].scale[p] * d[r] + q[0][r].offset[p] * sum;
+          }
         }
       }
       SM_UNROLL
-      for (int p = 0; p < PARTS; p++) {
-        float sum = 0.0f;
-        float d[ROWS];
+      for (int a = 0; a < AHEAD; a++) {
         SM_UNROLL
         for (int r = 0; r < ROWS; r++) {
-          d[r] = 0.0f;
-        }
-        SM_UNROLL
-        for (int j = p * PART; j < (p + 1) * PART; j++) {
-          float4 v = h4[uint32_t(j * CHUNKS) + c];
-          sum += (v.x + v.y) + (v.z + v.w);
-          const uint32_t i = 4u * uint32_t(j);
-          v = SM_FLOAT4(
-              (sm_place<BITS, HOW>(v.x, i)), (sm_place<BITS, HOW>(v.y, i + 1u)),
-              (sm_place<BITS, HOW>(v.z, i + 2u)), (sm_place<BITS, HOW>(v.w, i + 3u)));
-          SM_UNROLL
-          for (int r = 0; r < ROWS; r++) {
-            d[r] += sm_dot4<BITS, HOW>(q[r], j, v);
-          }
-        }
-        SM_UNROLL
-        for (int r = 0; r < ROWS; r++) {
-          const size_t g = line[r] * uint32_t(K / GROUP) +
-              (PARTS > 1 ? c * uint32_t(PARTS) + uint32_t(p) : c / uint32_t(SPAN));
-          down[r] += sm_scale(su[g]) * d[r];
-          if (HOW != SM_FP4) {
-            down[r] += float(bu[g]) * sum;
-          }
+          q[a][r] = q[a + 1][r];
         }
       }
     }
@@ -94,13 +107,11 @@
     }
   }
   SM_BARRIER();
-  for (uint32_t i = sm_thread; i < uint32_t(BLOCK); i += uint32_t(TOP_K * 32)) {
-    const uint32_t row = sm_block * uint32_t(BLOCK) + i;
-    if (row < uint32_t(N)) {
-      float v = 0.0f;
-      for (uint32_t k = 0u; k < uint32_t(TOP_K); k++) {
-        v += part[k * uint32_t(BLOCK) + i];
-      }
-      out[size_t(sm_y) * uint32_t(N) + row] = static_cast<T>(v);
+  const uint32_t row = sm_block * uint32_t(BLOCK) + sm_thread;
+  if (sm_thread < uint32_t(BLOCK) && row < uint32_t(N)) {
+    float v = 0.0f;
+    for (uint32_t k = 0u; k < top_k; k++) {
+      v += part[k * uint32_t(BLOCK) + sm_thread];
     }
+    out[size_t(sm_y) * uint32_t(N) + row] = static_cast<T>(v);
   }
