@@ -158,8 +158,9 @@ def geometries() -> list[tuple[Geometry, Tiling]]:
         replace(usual, activation=ACTIVATIONS["mlx_lm.models.gemma4_text.GeGLU"]),
     ]  # fmt: skip
     tilings = [
-        Tiling(rows=rows, ahead=n, add=a) for rows in (1, 2) for n in (1, 2, 4) for a in (0, 1)
-    ]
+        *(Tiling(ahead=n, add=add) for n in (0, 1, 2) for add in (False, True)),
+        Tiling(rows=2), Tiling(16, 16), Tiling(16, 32),
+    ]  # fmt: skip
     return [(g, t) for g in (usual, two) for t in tilings] + [(g, Tiling()) for g in others]
 
 

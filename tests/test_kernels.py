@@ -583,6 +583,33 @@ def test_no_gpu_no_kernels():
     assert not fused.fits(mx.zeros((1, 128), BF16), mx.zeros((1, 2), mx.uint32))
 
 
+def test_compiled_calls_take_new_arrays(monkeypatch):
+    """What mx.compile replays is a function of every array that it is given. (No kernel runs.)"""
+
+    def first(self, arrays, x, slots, lookup=None):
+        rows = slots if lookup is None else lookup[slots]
+        return x[:, None] + arrays["up_proj", "scales"][rows].sum(-1)
+
+    def second(self, arrays, h, slots, weights=None, lookup=None):
+        y = h + arrays["down_proj", "scales"][slots].sum((-1, -2))[..., None]
+        return y if weights is None else weights.sum(y)
+
+    monkeypatch.setattr(FusedExperts, "first", first)
+    monkeypatch.setattr(FusedExperts, "second", second)
+    geometry = swiglu(64, 64, 4, 64, F32)
+    compiled, plain = FusedExperts(geometry), FusedExperts(geometry, compiled=False)
+    for seed in range(3):
+        arrays = random_experts(geometry, 6, seed)
+        for tokens in (1, 4):
+            x, slots = random_call(geometry, 6, tokens, 2, seed)
+            lookup = mx.random.permutation(6, key=mx.random.key(seed)).astype(mx.uint32)
+            for weights in (None, random_weights(slots, F32, seed=seed)):
+                for table in (None, lookup):
+                    y = compiled(arrays, x, slots, weights, table)
+                    expected = plain(arrays, x, slots, weights, table)
+                    assert mx.allclose(y, expected, 1e-6, 1e-6).item()
+
+
 # ---- who chooses ---------------------------------------------------------------------------------
 
 
