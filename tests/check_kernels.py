@@ -44,6 +44,7 @@ typedef uint uint4 __attribute__((ext_vector_type(4)));
 typedef float float4 __attribute__((ext_vector_type(4)));
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 void threadgroup_barrier(mem_flags);
+void simdgroup_barrier(mem_flags);
 template <class T> T simd_shuffle_down(T, ushort);
 template <class T> T simd_shuffle_xor(T, ushort);
 template <class T> T simd_shuffle(T, ushort);
@@ -53,7 +54,8 @@ using namespace metal;
 """
 CLANG = """
 -x clcpp -cl-std=clc++2021 -target x86_64-linux-gnu -fsyntax-only -Wall -Wextra -Werror
--Wno-unused-parameter -Wno-undefined-internal -Wno-sign-compare -Wno-sometimes-uninitialized
+-Wno-unused-parameter -Wno-unused-variable -Wno-undefined-internal -Wno-sign-compare
+-Wno-sometimes-uninitialized
 -Xclang -cl-ext=-all,+cl_khr_fp16,-__opencl_c_generic_address_space -
 """
 UTILS = """

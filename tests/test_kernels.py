@@ -15,6 +15,7 @@ import pytest
 from conftest import random_tokens, same_bits
 from emulator import Emulator, KernelFault
 from mlx_lm.models import activations, deepseek_v41, gemma4_text, kimi_k3, muse_spark, step3p5
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwiGLU
 
 import smoe_mlx
@@ -39,7 +40,7 @@ from smoe_mlx.kernels.selftest import (
     random_weights,
     reference,
 )
-from smoe_mlx.layers.switch import Projection
+from smoe_mlx.layers.switch import Projection, StreamingSwitchGLU
 from smoe_mlx.store.layout import TensorSpec
 
 SWIGLU = ACTIVATIONS["mlx_lm.models.switch_layers.SwiGLU"]
@@ -824,7 +825,9 @@ def test_a_streamed_model(slots, emulate, fast):
     expected, _ = logits_of("stock", slots, tokens)
     machine = emulate()
     got, model = logits_of("fused", slots, tokens)
-    assert len(machine.names) > 2 * 8
+    assert len(machine.names) > 3 * 8
+    for body in ("expert", "sum", "route"):
+        assert any(f"smoe_{body}_" in name for name in machine.names)
     assert "fused in 8 of 8 layers" in smoe_mlx.stats(model).kernels
     off = float(mx.abs(got - expected).max()) / float(mx.abs(expected).max())
     assert 0 < off < 0.05
@@ -833,6 +836,27 @@ def test_a_streamed_model(slots, emulate, fast):
     assert all(not hasattr(m, "fused") or m.fused is None for _, m in model.named_modules())
     long, _ = logits_of("fused", slots, tokens * 3)  # more tokens than the kernels take
     assert same_bits(long, logits_of("stock", slots, tokens * 3)[0])
+
+
+def test_experts_that_come_later_change_no_bit(emulate, fast, slow_disk, monkeypatch):
+    """The weighted sum waits for what is still being read; what is there is computed meanwhile."""
+    emulate()
+    in_two, calls = StreamingSwitchGLU._in_two, []
+    counted = lambda self, *args: calls.append(args[-1]) or in_two(self, *args)  # noqa: E731
+    monkeypatch.setattr(StreamingSwitchGLU, "_in_two", counted)
+
+    def decode(slots: float) -> list[mx.array]:
+        config = smoe_mlx.StreamingConfig(slots=slots, kernels="fused", decode="exact", debug=True)
+        model, _ = smoe_mlx.load("demo", config=config)
+        cache = make_prompt_cache(model)
+        return [model(mx.array([[token]]), cache=cache) for token in random_tokens(3)]
+
+    everything = decode(1.0)
+    assert not calls
+    for a, b in zip(decode(0.25), everything, strict=True):
+        assert same_bits(a, b)
+    assert calls
+    assert None not in calls
 
 
 def test_the_command(emulate, fast, monkeypatch, capsys):
