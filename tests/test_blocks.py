@@ -1,11 +1,13 @@
 """Blocks that leave the weighted sum and the routing to kernels: what is recognised, and that the
 exchanged text computes what mlx-lm's own does."""
 
+import sys
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from conftest import STREAMED, resident, same_bits
-from mlx_lm.models import qwen3_moe
+from mlx_lm.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 from test_exact import logits_of
 
 import smoe_mlx
@@ -68,7 +70,8 @@ def test_exchanged_text_changes_no_bit(arch, tiny, operations):
     expected = logits_of(resident(folder), 5)
     weighted, sums = operations
     for slots in (1.0, 0.5):
-        model = load_model(folder, config=smoe_mlx.StreamingConfig(slots=slots))[0]
+        config = smoe_mlx.StreamingConfig(slots=slots, kernels="fused")
+        model = load_model(folder, config=config)[0]
         for a, b in zip(logits_of(model, 5), expected, strict=True):
             assert same_bits(a, b)
     assert all(w == (arch not in LEFT_ALONE) for w in weighted)
@@ -76,11 +79,25 @@ def test_exchanged_text_changes_no_bit(arch, tiny, operations):
     assert bool(OperationsRouter.calls) == (arch in ROUTED)
 
 
+def test_stock_leaves_blocks_alone(tiny, monkeypatch):
+    monkeypatch.setattr(sys.modules["smoe_mlx.load"], "recognise", None)  # not called
+    model = load_model(tiny("qwen3_moe", "affine"), config=smoe_mlx.StreamingConfig())[0]
+    blocks = [m for _, m in model.named_modules() if isinstance(m, Qwen3MoeSparseMoeBlock)]
+    assert blocks
+    assert all(type(block) is Qwen3MoeSparseMoeBlock for block in blocks)
+
+
 class Block(nn.Module):
     def __call__(self, x, inds, scores):
         y = self.switch_mlp(x, inds)  # (comments and line breaks do not matter)
         y = (y * scores[..., None]).sum(axis=-2).astype(y.dtype)
         return y  # fmt: skip
+
+
+class StaysWide(Block):
+    def __call__(self, x, inds, scores):
+        out = self.switch_mlp(x, inds)
+        return (out * scores[..., None]).sum(axis=-2)
 
 
 class AnotherAxis(Block):
@@ -156,8 +173,30 @@ class RoutesElsewhere(Block):
         return y + gates.sum()
 
 
+class Switch(nn.Module):
+    """Experts that give each place something else, in bfloat16."""
+
+    def __call__(self, x, inds):
+        return (x[..., None, :] * (inds[..., None] + 1)).astype(mx.bfloat16)
+
+    def weighted(self, x, inds, scores, cast):
+        return Weights(scores, cast).sum(self(x, inds))
+
+
+@pytest.mark.parametrize("kind", [Block, StaysWide, InSteps])
+def test_types_stay(kind):
+    x, inds = mx.random.normal((2, 3, 8)), mx.random.randint(0, 9, (2, 3, 4))
+    scores = mx.random.normal((2, 3, 4))
+    block = kind()
+    block.switch_mlp = Switch()
+    expected = block(x, inds, scores)
+    block.__class__ = recognise(kind, "switch_mlp").kind
+    assert type(block) is not kind
+    assert same_bits(block(x, inds, scores), expected)
+
+
 def test_what_is_recognised():
-    for kind in (Block, InSteps, RoutesElsewhere):
+    for kind in (Block, StaysWide, InSteps, RoutesElsewhere):
         found = recognise(kind, "switch_mlp")
         assert found.routing is None
         assert issubclass(found.kind, kind)
@@ -167,7 +206,7 @@ def test_what_is_recognised():
     assert recognise(nn.Linear, "switch_mlp") is None
     made_of_no_file = type("Block", (nn.Module,), {"__call__": eval("lambda self, x: x")})
     assert recognise(made_of_no_file, "switch_mlp") is None
-    found = recognise(qwen3_moe.Qwen3MoeSparseMoeBlock, "switch_mlp")
+    found = recognise(Qwen3MoeSparseMoeBlock, "switch_mlp")
     assert (found.routing.by_logits, found.routing.norm, found.routing.last) == (
         False, "norm_topk_prob", True,
     )  # fmt: skip

@@ -258,8 +258,11 @@ def install(
     for switch in skeleton.switches:
         path, _, name = switch.path.rpartition(".")
         block = look_up(skeleton.model, path)
-        # Experts of several kinds are not computed at once, so that there is no sum to leave.
-        recognised = recognise(type(block), name) if len(switch.parts) == 1 else None
+        recognised = None
+        # (Experts of several kinds are not computed at once: there is no sum to leave.)
+        if config.kernels != "stock" and len(switch.parts) == 1:
+            block_kind: Any = type(block)
+            recognised = recognise(block_kind, name)
         kind = StreamingSwitchGLU if switch.is_glu else StreamingSwitchMLP
         activation = switch.module.get("activation")
         parts = []

@@ -21,7 +21,7 @@ SM_FN float sm_scale(S s) {
   return float(s);
 }
 
-SM_FN float sm_scale(uint8_t s) {
+SM_FN float sm_scale(unsigned char s) {
   return SM_AS_FLOAT(uint32_t(s) << 23) * 16384.0f;
 }
 

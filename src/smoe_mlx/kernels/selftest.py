@@ -349,13 +349,13 @@ def time_router(router: FusedRouter, rounds: int = 5) -> float:
 def usual_geometries() -> dict[str, tuple[Geometry, nn.Module]]:
     """Experts that many people run: name -> (geometry, activation)."""
     out: dict[str, tuple[Geometry, nn.Module]] = {}
-    for name, hidden, ffn, bits, group, activation, bias in (
-        ("Qwen3-30B-A3B, 4 bits", 2048, 768, 4, 64, SwiGLU(), False),
-        ("Qwen3-30B-A3B, 2 bits", 2048, 768, 2, 64, SwiGLU(), False),
-        ("Qwen3-235B-A22B, 4 bits", 4096, 1536, 4, 64, SwiGLU(), False),
-        ("gpt-oss, 4 bits", 2880, 2880, 4, 32, SwigluOAI(), True),
+    for name, hidden, ffn, bits, group, mode, activation, bias in (
+        ("Qwen3-30B-A3B, 4 bits", 2048, 768, 4, 64, "affine", SwiGLU(), False),
+        ("Qwen3-30B-A3B, 2 bits", 2048, 768, 2, 64, "affine", SwiGLU(), False),
+        ("Qwen3-235B-A22B, 4 bits", 4096, 1536, 4, 64, "affine", SwiGLU(), False),
+        ("gpt-oss, mxfp4", 2880, 2880, 4, 32, "mxfp4", SwigluOAI(), True),
     ):
         text, how = activation_text(activation, True) or "", (bits, group)
-        geometry = Geometry(hidden, ffn, True, text, how, how, bias, bias, mx.bfloat16)
+        geometry = Geometry(hidden, ffn, True, text, how, how, bias, bias, mx.bfloat16, mode)
         out[name] = (geometry, activation)
     return out

@@ -11,7 +11,7 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 # Sources are compared as `ast.unparse` writes them.
@@ -99,18 +99,13 @@ class Recognised(NamedTuple):
     routing: Routing | None
 
 
+@functools.cache
 def recognise(kind: type, switch: str) -> Recognised | None:
     """The class to be used in the place of a block's; None if the block does something else.
 
     Args:
         switch: the attribute that holds the experts.
     """
-    return _recognise(kind, switch)
-
-
-@functools.cache
-def _recognise(kind: Hashable, switch: str) -> Recognised | None:
-    assert isinstance(kind, type)
     call: Callable[..., Any] = kind.__call__
     try:
         source = textwrap.dedent(inspect.getsource(call))
