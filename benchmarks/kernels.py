@@ -1,13 +1,15 @@
 """Are the expert kernels right on this GPU, how fast are they, and what does a whole model gain?
 
     python benchmarks/kernels.py
-    python benchmarks/kernels.py --sweep --model /tmp/bench/moe12 --json kernels.json
+    python benchmarks/kernels.py --sweep --model /tmp/bench/moe12 --seconds 450 --json kernels.json
 
 1. Errors against a float32 reference, those of mlx-lm's own operations beside them, with NaN and
-   missing slots tried, for many geometries and activations.
-2. Time of one layer's experts, kernels against operations, in turns, each call fed by the one
-   before, all experts in slots. `--sweep` also tries other divisions of the work.
-3. With `--model`: decoding with `kernels="fused"`, with "stock", and by mlx-lm itself, in turns.
+   missing slots tried, for many geometries and activations; the routers.
+2. Time of one layer's experts and their weighted sum, kernels against operations, in turns, each
+   call fed by the one before, all experts in slots: all of it, and what the GPU alone takes.
+3. With `--model`: decoding with `kernels="fused"`, with "stock", and by mlx-lm itself, in turns. A
+   folder that is not there is made first, in the shape of 12 layers of Qwen3-30B-A3B.
+4. With `--sweep`: other divisions of the work, by the time of the GPU, and 2. with the best.
 
 `--seconds` bounds the whole: what does not fit is named as left out. The first use of MLX's CUDA
 build on a machine compiles for a minute or more; that is done first and not counted in any time.
@@ -17,6 +19,8 @@ import argparse
 import json
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -27,13 +31,25 @@ from mlx_lm.models.switch_layers import SwiGLU
 
 from smoe_mlx.kernels import selftest
 from smoe_mlx.kernels.experts import FusedExperts, Geometry, Tiling, activation_text, backend
+from smoe_mlx.kernels.route import FusedRouter
 
 START = time.perf_counter()
-TOKENS = (1, 2, 4, 8, 16)
+TOKENS = (1, 4, 8, 16)
 SHAPES = {"Qwen3-30B-A3B": (2048, 768), "Qwen3-235B-A22B": (4096, 1536)}
 EXPERTS, TOP_K = 128, 8
-TILINGS = [Tiling(*t) for t in ((4, 8, 1), (4, 8, 2), (8, 8, 1), (2, 8, 1), (4, 16, 1), (4, 32, 1),
-                                (8, 32, 2), (4, 4, 1))]  # fmt: skip
+BUSY, CALLS = 8192, 128  # rows of the matrices that keep the GPU busy; calls behind them
+# (simdgroups, lanes of a row, rows of a lane, chunks ahead, codes by addition)
+FIRST = [Tiling(*t) for t in (
+    (4, 8, 1, 0, False), (4, 8, 1, 0, True), (4, 8, 1, 1, False), (4, 8, 1, 2, True),
+    (8, 8, 1, 1, True), (16, 8, 1, 1, True), (4, 8, 2, 0, True), (4, 8, 2, 1, True),
+    (8, 16, 1, 1, True), (16, 16, 1, 1, True), (16, 16, 1, 0, True), (16, 32, 1, 1, True),
+    (16, 32, 1, 0, True), (4, 4, 1, 1, True),
+)]  # fmt: skip
+SECOND = [Tiling(*t) for t in (
+    (4, 8, 1, 0, False), (4, 8, 1, 0, True), (4, 8, 1, 1, False), (4, 8, 1, 2, True),
+    (4, 8, 2, 0, True), (4, 8, 2, 1, True), (4, 8, 4, 0, True), (4, 4, 1, 1, True),
+    (4, 16, 1, 0, True), (4, 16, 1, 1, True), (4, 32, 1, 0, True), (4, 16, 2, 0, True),
+)]  # fmt: skip
 
 
 def say(text: str = "") -> None:
@@ -43,12 +59,13 @@ def say(text: str = "") -> None:
 def geometry(
     hidden: int, ffn: int, bits: int, group: int = 64, dtype: mx.Dtype = mx.bfloat16,
     activation: nn.Module | None = None, bias: bool = False, gated: bool = True,
+    mode: str = "affine",
 ) -> tuple[Geometry, nn.Module]:  # fmt: skip
     activation = SwiGLU() if activation is None else activation
     text = activation_text(activation, gated)
     assert text is not None
     how = (bits, group)
-    return Geometry(hidden, ffn, gated, text, how, how, bias, bias, dtype), activation
+    return Geometry(hidden, ffn, gated, text, how, how, bias, bias, dtype, mode), activation
 
 
 def self_tests() -> list[tuple[str, Geometry, nn.Module]]:
@@ -66,6 +83,8 @@ def self_tests() -> list[tuple[str, Geometry, nn.Module]]:
         geometry(1024, 512, 4, activation=step3p5.ClampedSwiGLU(7.0)),
         geometry(1024, 512, 4, activation=nn.ReLU2(), gated=False),
         geometry(1024, 512, 2, activation=nn.ReLU2(), gated=False, bias=True, dtype=bf16),
+        *[geometry(2048, 768, bits) for bits in (3, 5, 6)],
+        geometry(2880, 2880, 4, 32, activation=oai, bias=True, mode="mxfp4"),
     ]  # fmt: skip
     return [(f"{g} {type(a).__name__}{' bias' if g.up_bias else ''}", g, a) for g, a in cases]
 
@@ -82,48 +101,115 @@ def test_one(name: str, g: Geometry, activation: nn.Module) -> dict:
     return {"what": name, "error": mine.rms, "mlx_lm": theirs.rms, "fault": fault}
 
 
-def time_one(name: str, shape: tuple[int, int], bits: int, tokens: tuple[int, ...]) -> dict:
+def test_router(experts: int, top_k: int, by_logits: bool, norm: bool, last: bool) -> dict:
+    router = FusedRouter(experts, top_k, by_logits, norm, last)
+    name = f"router, {top_k} of {experts}{', by logits' * by_logits}"
+    fault = selftest.router_fault(router)
+    logits = mx.random.normal((4096, experts)).astype(mx.bfloat16)
+    theirs = selftest.route_operations(router)(logits)[0]
+    mine = mx.concatenate([router(rows)[0] for rows in mx.split(logits, 256)])
+    same = (mx.sort(mine, -1) == mx.sort(theirs, -1)).all(-1).mean().item()
+    speedup = selftest.time_router(router)
+    say(f"  {name:<32} {speedup:.2f}x, the same experts for {same:.2%}   {fault or 'ok'}")
+    return {"what": name, "fault": fault, "speedup": speedup, "same": same}
+
+
+def device_seconds(
+    g: Geometry, arrays: selftest.Arrays, ways: list, tokens: int, rounds: int = 5
+) -> list[float]:
+    """Seconds of the GPU for one call: the calls are handed over while it is busy otherwise."""
+    calls = []
+    for i in range(CALLS):
+        x, slots = selftest.random_call(g, EXPERTS, tokens, TOP_K, i)
+        calls.append((slots, selftest.random_weights(slots, x.dtype, seed=i)))
+    mx.eval([w.scores for _, w in calls])
+    big = mx.random.normal((BUSY, BUSY)).astype(mx.bfloat16)
+    mx.eval(big)
+
+    def busy() -> mx.array:  # about 50 ms on an H200
+        y = big
+        for _ in range(30):
+            y = (big @ y) * 1e-2
+        return y
+
+    def seconds(way) -> float:
+        mx.synchronize()
+        start = time.perf_counter()
+        first = busy()
+        mx.async_eval(first)
+        if way is not None:
+            y = x
+            for slots, weights in calls:
+                y = way(arrays, y, slots, weights)
+            mx.async_eval(y)
+        mx.synchronize()
+        return time.perf_counter() - start
+
+    found: list[list[float]] = [[] for _ in ways]
+    for i in range(rounds + 1):  # the first warms up
+        for way, times in zip(ways, found, strict=True):
+            nothing, something = seconds(None), seconds(way)
+            if i:
+                times.append((something - nothing) / len(calls))
+    return [statistics.median(times) for times in found]
+
+
+def time_one(
+    name: str, shape: tuple[int, int], bits: int, tokens: tuple[int, ...],
+    tilings: tuple[Tiling, Tiling] = (Tiling(), Tiling()),
+) -> dict:  # fmt: skip
     g, activation = geometry(*shape, bits)
     arrays = selftest.random_experts(g, EXPERTS)
-    ways = [FusedExperts(g), selftest.operations(g, activation)]
-    found = {}
+    ways = [FusedExperts(g, tilings=tilings), selftest.operations(g, activation)]
+    found: dict = {}
     for n in tokens:
         quick, slow = selftest.time_ways(g, arrays, ways, n, TOP_K, rounds=9)
+        quick_gpu, slow_gpu = device_seconds(g, arrays, ways, n)
         found[n] = {"fused_us": 1e6 * quick, "stock_us": 1e6 * slow, "speedup": slow / quick}
+        found[n] |= {"fused_gpu_us": 1e6 * quick_gpu, "stock_gpu_us": 1e6 * slow_gpu}
         say(
             f"  {name} {bits} bits, {n:>2} tokens: fused {1e6 * quick:8.1f} us   "
-            f"mlx-lm {1e6 * slow:8.1f} us   {slow / quick:.2f}x"
+            f"mlx-lm {1e6 * slow:8.1f} us   {slow / quick:.2f}x   the GPU alone: "
+            f"{1e6 * quick_gpu:8.1f} and {1e6 * slow_gpu:8.1f} us   {slow_gpu / quick_gpu:.2f}x"
         )
     x, slots = selftest.random_call(g, EXPERTS, 1, TOP_K)
-    for label, way in zip(("fused", "mlx-lm"), ways, strict=True):
+    weights, host = selftest.random_weights(slots, x.dtype), {}
+    uncompiled = FusedExperts(g, tilings=tilings, compiled=False)
+    for label, way in zip(("fused", "mlx-lm", "not compiled"), [*ways, uncompiled], strict=True):
+        mx.eval(way(arrays, x, slots, weights))
         start = time.perf_counter()
-        ys = [way(arrays, x, slots) for _ in range(200)]
-        host = (time.perf_counter() - start) / len(ys)
+        ys = [way(arrays, x, slots, weights) for _ in range(200)]
+        host[label] = 1e6 * (time.perf_counter() - start) / len(ys)
         mx.eval(ys)
-        say(f"  {name} {bits} bits: the host builds one {label} call in {1e6 * host:.1f} us")
-    return {"what": name, "bits": bits, "tokens": found}
+    texts = ", ".join(f"{label} {us:.1f}" for label, us in host.items())
+    say(f"  {name} {bits} bits: the host builds one call in us: {texts}")
+    return {"what": name, "bits": bits, "tilings": tilings, "tokens": found, "host_us": host}
 
 
-def sweep(bits: int) -> list[dict]:
-    """Each division of work in the place of the usual one, of one kernel at a time."""
-    g, _ = geometry(*SHAPES["Qwen3-30B-A3B"], bits)
+def sweep(shape: tuple[int, int], bits: int) -> tuple[list[dict], tuple[Tiling, Tiling]]:
+    """Each division of work in the place of the usual one, of one kernel at a time; the best."""
+    g, _ = geometry(*shape, bits)
     arrays, usual, out = selftest.random_experts(g, EXPERTS), Tiling(), []
-    pairs = [(usual, usual), *((t, usual) for t in TILINGS[1:]), *((usual, t) for t in TILINGS[1:])]
-    ways = []
+    pairs = [(usual, usual), *((t, usual) for t in FIRST), *((usual, t) for t in SECOND)]
+    x, slots = selftest.random_call(g, EXPERTS, 1, TOP_K)
+    weights, ways = selftest.random_weights(slots, x.dtype), []
     for pair in pairs:
         fused = FusedExperts(g, tilings=pair)
         try:
-            mx.eval(fused(arrays, *selftest.random_call(g, EXPERTS, 1, TOP_K)))
+            mx.eval(fused(arrays, x, slots, weights))
             ways.append((pair, fused))
         except Exception as e:
             say(f"  {pair}: {str(e)[:200]}")
+    total = dict.fromkeys([pair for pair, _ in ways], 0.0)
     for n in (1, 8):
-        seconds = selftest.time_ways(g, arrays, [w for _, w in ways], n, TOP_K, rounds=9)
+        seconds = device_seconds(g, arrays, [w for _, w in ways], n, rounds=3)
         for (pair, _), s in zip(ways, seconds, strict=True):
-            first, second = (tuple(t) for t in pair)
+            first, second = (tuple(map(int, t)) for t in pair)
             say(f"  {bits} bits, {n} tokens, tilings {first} {second}: {1e6 * s:8.1f} us")
-            out.append({"bits": bits, "tokens": n, "tilings": [first, second], "us": 1e6 * s})
-    return out
+            out.append({"shape": shape, "bits": bits, "tokens": n, "tilings": pair, "us": 1e6 * s})
+            total[pair] += s / seconds[0]
+    best = [min((p for p in total if p[1 - i] == usual), key=lambda p: total[p])[i] for i in (0, 1)]
+    return out, (best[0], best[1])
 
 
 def decode(folder: Path, shares: list[float], tokens: int, rounds: int) -> dict:
@@ -133,6 +219,11 @@ def decode(folder: Path, shares: list[float], tokens: int, rounds: int) -> dict:
 
     import smoe_mlx
 
+    if not folder.exists():
+        say(f"  making {folder}")
+        script = Path(__file__).parent / "make_checkpoint.py"
+        command = [sys.executable, str(script), "--preset", "qwen3-30b-12l", "--out", str(folder)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     arms = {"mlx-lm": mlx_lm.load(str(folder))[0]}
     for share in shares:
         for kernels in ("stock", "fused"):
@@ -177,13 +268,21 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write what was found to this file")
     args = parser.parse_args()
 
-    found: dict = {"errors": [], "times": [], "sweep": [], "decode": {}, "failed": []}
+    found: dict = {"errors": [], "times": [], "routers": [], "sweep": [], "best": []}
+    found |= {"decode": {}, "failed": []}
     found["machine"] = {k: str(v) for k, v in mx.device_info().items()}
     say(f"MLX {mx.__version__}, {platform.platform()}, {found['machine']}")
     where = backend()
     if where is None:
         raise SystemExit("no GPU is MLX's default device here: there is nothing to measure")
     say(f"kernels for {where}")
+    try:
+        small = geometry(64, 64, 4)[0]
+        selftest.try_launch(FusedExperts(small))
+    except Exception as e:  # whether it is mx.compile that fails: then measure without it
+        say(f"FAILED, so that nothing is compiled by mx.compile: {str(e)[:1500]}")
+        mx.compile = lambda function: function
+        found["failed"].append(f"mx.compile: {str(e)[:300]}")
 
     def step(name: str, seconds: float, work) -> object:
         """Run a step if there is time for it; a step that fails does not end the others."""
@@ -210,25 +309,41 @@ def main() -> None:
     say("errors, relative to the root mean square of the float32 reference:")
     for name, g, activation in tests[:2]:
         add("errors", step(name, 10, lambda n=name, g=g, a=activation: test_one(n, g, a)))
+    best: dict = {}
+
+    def try_sweep(name: str, shape: tuple[int, int], bits: int) -> list[dict]:
+        found, best[name, bits] = sweep(shape, bits)
+        return found
+
     for i, (name, shape) in enumerate(SHAPES.items()):
-        say("time of one layer's experts, top 8 of 128:")
+        say("time of one layer's experts and their weighted sum, top 8 of 128:")
         for bits in (4, 2):
             work = lambda n=name, s=shape, b=bits: time_one(n, s, b, TOKENS)  # noqa: E731
-            add("times", step(f"{name} {bits} bits", 5, work))
+            add("times", step(f"{name} {bits} bits", 15, work))
         if i == 0 and args.model is not None:
             say(f"decoding, {args.model}:")
             work = lambda: decode(args.model, args.shares, args.tokens, args.rounds)  # noqa: E731
-            found["decode"] = step("decode", 20, work) or {}
+            found["decode"] = step("decode", 60, work) or {}
+    say("routers, against mlx-lm's operations:")
+    for choice in ((128, 8, False, True, True), (512, 10, False, True, True),
+                   (8, 2, True, True, False)):  # fmt: skip
+        add("routers", step(f"router {choice}", 5, lambda c=choice: test_router(*c)))
+    if args.sweep:
+        say("time of the GPU for other tilings (simdgroups, lanes, rows, ahead, addition):")
+        for name, shape in SHAPES.items():
+            for bits in (4, 2):
+                work = lambda n=name, s=shape, b=bits: try_sweep(n, s, b)  # noqa: E731
+                add("sweep", step(f"sweep, {name} {bits} bits", 60, work))
+        for (name, bits), pair in best.items():
+            say(f"  {name} {bits} bits, with the best: {pair}")
+            work = lambda n=name, b=bits, t=pair: time_one(n, SHAPES[n], b, (1, 8), t)  # noqa: E731
+            add("best", step(f"best of {name} {bits} bits", 10, work))
     say("more errors:")
     for name, g, activation in tests[2:]:
         add("errors", step(name, 5, lambda n=name, g=g, a=activation: test_one(n, g, a)))
-    if args.sweep:
-        say("(simdgroups, lanes of a row, rows of a lane) of the first kernel and of the second:")
-        for bits in (4, 2):
-            add("sweep", step(f"sweep, {bits} bits", 25, lambda b=bits: sweep(b)))
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
-    wrong = [e["what"] for e in found["errors"] if e["fault"]]
+    wrong = [e["what"] for e in (*found["errors"], *found["routers"]) if e["fault"]]
     say(f"{len(found['errors'])} geometries tested, {len(wrong)} wrong {wrong or ''}")
     say(f"failed or left out: {found['failed'] or 'nothing'}")
     raise SystemExit(bool(wrong or any("left out" not in f for f in found["failed"])))

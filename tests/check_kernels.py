@@ -1,6 +1,6 @@
 """What other compilers say of the kernels' text: a command, not part of the test run.
 
-    PATH=$PATH:/usr/lib/llvm-19/bin python tests/check_kernels.py   # clang and nvcc, if found
+    PATH=$PATH:/usr/lib/llvm-19/bin python tests/check_kernels.py   # or one of: clang, nvcc
 
 clang reads the Metal text as C++ for OpenCL, whose __global, __constant, __local and __private are
 Metal's device, constant, threadgroup and thread: it notices pointers to the wrong kind of memory,
@@ -22,9 +22,10 @@ from typing import Any
 import emulator
 import mlx.core as mx
 
-from smoe_mlx.kernels import experts
+from smoe_mlx.kernels import experts, route
 from smoe_mlx.kernels.experts import ACTIVATIONS, FusedExperts, Geometry, Tiling
-from smoe_mlx.kernels.selftest import random_call, random_experts
+from smoe_mlx.kernels.route import FusedRouter
+from smoe_mlx.kernels.selftest import random_call, random_experts, random_weights
 
 OPENCL = r"""
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
@@ -34,7 +35,8 @@ OPENCL = r"""
 #define SM_SHARED(type, name, count) __local type name[count]
 #define SM_FLOAT4(a, b, c, d) (float4)(a, b, c, d)
 typedef unsigned int uint; typedef unsigned short ushort;
-typedef unsigned int uint32_t; typedef int int32_t; typedef long int64_t;
+typedef unsigned char uint8_t; typedef unsigned int uint32_t;
+typedef int int32_t; typedef long int64_t;
 typedef unsigned long size_t;
 typedef half float16_t; typedef __bf16 bfloat16_t;
 typedef uint uint3 __attribute__((ext_vector_type(3)));
@@ -42,13 +44,18 @@ typedef uint uint4 __attribute__((ext_vector_type(4)));
 typedef float float4 __attribute__((ext_vector_type(4)));
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 void threadgroup_barrier(mem_flags);
+void simdgroup_barrier(mem_flags);
 template <class T> T simd_shuffle_down(T, ushort);
+template <class T> T simd_shuffle_xor(T, ushort);
+template <class T> T simd_shuffle(T, ushort);
+template <class T, class U> T as_type(U u) { return __builtin_bit_cast(T, u); }
 namespace metal { float exp(float); float tanh(float); }
 using namespace metal;
 """
 CLANG = """
 -x clcpp -cl-std=clc++2021 -target x86_64-linux-gnu -fsyntax-only -Wall -Wextra -Werror
--Wno-unused-parameter -Wno-undefined-internal -Wno-sign-compare -Wno-sometimes-uninitialized
+-Wno-unused-parameter -Wno-unused-variable -Wno-undefined-internal -Wno-sign-compare
+-Wno-sometimes-uninitialized
 -Xclang -cl-ext=-all,+cl_khr_fp16,-__opencl_c_generic_address_space -
 """
 UTILS = """
@@ -93,7 +100,7 @@ class Checker:
             done = subprocess.run(
                 [self.clang, *CLANG.split()], input=text, capture_output=True, text=True
             )
-            self.say("clang", launch, done.returncode, done.stderr)
+            self.say("clang", traced["name"].split("_")[3], launch, done.returncode, done.stderr)
             return outputs(launch)
 
         return call
@@ -108,25 +115,29 @@ class Checker:
             )  # fmt: skip
             path = self.folder / "expert.cu"
             path.write_text(text)
-            command = [str(self.nvcc), *NVCC.split(), f"-I{self.folder}", str(path), "-o"]
-            done = subprocess.run(
-                [*command, str(self.folder / "out.cubin"), "-cubin"], capture_output=True, text=True
-            )
-            subprocess.run([*command, str(self.folder / "out.ptx"), "-ptx"], check=False)
-            ptx = (self.folder / "out.ptx").read_text() if done.returncode == 0 else ""
+            command = [str(self.nvcc), *NVCC.split(), f"-I{self.folder}", str(path)]
+            command += ["-cubin", "-o", str(self.folder / "out.cubin"), "-keep", "-keep-dir"]
+            done = subprocess.run([*command, self.folder], capture_output=True, text=True)
+            ptx = (self.folder / "expert.ptx").read_text() if done.returncode == 0 else ""
             spilled = any(int(n) for n in re.findall(r"(\d+) bytes spill", done.stderr))
             found = re.findall(r"\d+ registers|\d+ bytes smem|\d+ bytes spill \w+", done.stderr)
-            loads = len(re.findall(r"ld\.global\.nc\.v4", ptx))
+            loads = len(re.findall(r"ld\.global\.v4\.(?:b|u)32", ptx))
             said = ", ".join([*found, f"{loads} loads of 16 bytes"])
-            self.say("nvcc", launch, done.returncode or spilled, done.stderr, said)
+            self.say(
+                "nvcc", name.split("_")[1], launch, done.returncode or spilled, done.stderr, said
+            )
             return outputs(launch)
 
         return call
 
-    def say(self, who: str, launch: Any, failed: int, stderr: str, more: str = "") -> None:
+    def say(
+        self, who: str, what: str, launch: Any, failed: int, stderr: str, more: str = ""
+    ) -> None:
         self.failed += bool(failed)
-        values = [str(v).rpartition(".")[2] for _, v in launch["template"]]
-        print(f"{who}: {' '.join(values)}: {'REFUSED' if failed else 'ok'} {more}", flush=True)
+        values = [f"{name}={str(v).rpartition('.')[2]}" for name, v in launch["template"]]
+        print(
+            f"{who}: {what} {' '.join(values)}: {'REFUSED' if failed else 'ok'} {more}", flush=True
+        )
         if failed:
             print(stderr[:2000], flush=True)
 
@@ -143,10 +154,15 @@ def geometries() -> list[tuple[Geometry, Tiling]]:
     mixed = replace(usual, up=(2, 32), down=(8, 64), up_bias=True, down_bias=True)
     others = [
         replace(usual, dtype=mx.float16), replace(two, dtype=mx.float32), mixed,
+        *[replace(usual, up=(bits, 64), down=(bits, 64)) for bits in (3, 5, 6, 8)],
+        replace(usual, up=(4, 32), down=(4, 32), mode="mxfp4", up_bias=True, down_bias=True),
         replace(usual, gated=False, activation=ACTIVATIONS["mlx.nn.layers.activations.ReLU2"]),
         replace(usual, activation=ACTIVATIONS["mlx_lm.models.gemma4_text.GeGLU"]),
     ]  # fmt: skip
-    tilings = (Tiling(), Tiling(rows=2))
+    tilings = [
+        *(Tiling(ahead=n, add=add) for n in (0, 1, 2) for add in (False, True)),
+        Tiling(rows=2), Tiling(16, 16), Tiling(16, 32),
+    ]  # fmt: skip
     return [(g, t) for g in (usual, two) for t in tilings] + [(g, Tiling()) for g in others]
 
 
@@ -159,17 +175,26 @@ def main() -> int:
         utils.write_text(UTILS)
         checker = Checker(clang, nvcc, Path(folder))
         mx.fast.metal_kernel, mx.fast.cuda_kernel = checker.metal_kernel, checker.cuda_kernel
+        mx.compile = lambda function: function
         for backend, found in (("metal", clang), ("cuda", nvcc)):
+            name = "clang" if backend == "metal" else "nvcc"
+            if name not in (sys.argv[1:] or [name]):
+                continue
             if found is None:
-                print(f"not checked: no {'clang' if backend == 'metal' else 'nvcc'} on PATH")
+                print(f"not checked: no {name} on PATH")
                 checker.failed += 1
                 continue
-            experts.backend = lambda backend=backend: backend
+            experts.backend = route.backend = lambda backend=backend: backend
             for geometry, tiling in geometries():
                 fused = FusedExperts(geometry, tilings=(tiling, tiling))
                 arrays = random_experts(geometry, 1)
                 for top_k in (2, 8) if backend == "metal" else (8,):
-                    fused(arrays, *random_call(geometry, 1, 1, top_k))
+                    x, slots = random_call(geometry, 1, 1, top_k)
+                    fused(arrays, x, slots, random_weights(slots, geometry.dtype))
+                if tiling == Tiling():
+                    fused(arrays, x, slots, lookup=mx.zeros((8,), mx.uint32))
+            for choice in ((128, 8, False, True, True), (60, 4, True, True, False)):
+                FusedRouter(*choice)(mx.zeros((1, choice[0]), mx.bfloat16))
     return checker.failed > 0
 
 

@@ -219,11 +219,11 @@ class _Meter:
         return y
 
     def around_switch(
-        self, call: Callable[..., Any], switch: Any, x: mx.array, indices: mx.array
+        self, call: Callable[..., Any], switch: Any, x: mx.array, indices: mx.array, *weights: Any
     ) -> mx.array:
         y: mx.array
         if self.token is None:
-            y = call(switch, x, indices)
+            y = call(switch, x, indices, *weights)
             return y
         self.layer = switch._layer
         self.evaluate(x, "dense")
@@ -231,7 +231,7 @@ class _Meter:
         self.lap("routing")
         self.note(switch._layer, x, ids)
         self.lap("panel")
-        y = call(switch, x, indices)
+        y = call(switch, x, indices, *weights)
         self.evaluate(y, "experts")
         return y
 

@@ -25,6 +25,7 @@ from .hot import find_usage_file, prewarm_soon
 from .hub import find_model
 from .kernels.choose import KernelChooser
 from .kernels.experts import eligible
+from .layers.blocks import recognise
 from .layers.lookahead import look_up, make_predictor
 from .layers.mixed import MixedSwitch
 from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
@@ -301,6 +302,13 @@ def install(
     kernels = KernelChooser(config.kernels)
     layer = 0
     for switch in skeleton.switches:
+        path, _, name = switch.path.rpartition(".")
+        block = look_up(skeleton.model, path)
+        recognised = None
+        # (Experts of several kinds are not computed at once: there is no sum to leave.)
+        if config.kernels != "stock" and len(switch.parts) == 1:
+            block_kind: Any = type(block)
+            recognised = recognise(block_kind, name)
         kind = StreamingSwitchGLU if switch.is_glu else StreamingSwitchMLP
         activation = switch.module.get("activation")
         parts = []
@@ -308,7 +316,9 @@ def install(
             streamed = kind(cache, layer, **part.projections, activation=activation)
             streamed.eval()  # here, since the parts of a MixedSwitch are not its children
             geometry = eligible(part.layout.tensors, part.projections, streamed.activation)
-            streamed.fused = kernels.choose(geometry, streamed.in_one, streamed.activation)
+            streamed.fused = kernels.choose(
+                geometry, streamed.in_one, streamed.activation, recognised is not None
+            )
             parts.append(streamed)
             layer += 1
         module: nn.Module = parts[0]
@@ -320,7 +330,12 @@ def install(
         module.eval()
         replace_module(skeleton.model, switch.path, module)
         if isinstance(module, (StreamingSwitchGLU, StreamingSwitchMLP)):
-            tell_true_routing(look_up(skeleton.model, switch.path.rpartition(".")[0]), module)
+            tell_true_routing(block, module)
+            if module.fused is not None and recognised is not None:
+                block.__class__ = recognised.kind
+                if recognised.routing is not None:
+                    choice = recognised.routing.arguments(block)
+                    module.router = kernels.choose_router(switch.num_experts, *choice)
     install_bets(skeleton, config)
     decoding = Decoding(skeleton.model, cache, config.decode)
     return Streaming(cache, plan, decoding, kernels, config.hot_per_layer)

@@ -144,8 +144,10 @@ def measure_compute(
     experts = streaming.cache
     mx.eval(model.parameters())
 
-    def unseen(switch: Any, layer: int, x: mx.array, indices: mx.array, _: mx.array) -> mx.array:
-        y: mx.array = switch.by_lookup(x, indices, experts.lookup(layer))
+    def unseen(
+        switch: Any, layer: int, x: mx.array, indices: mx.array, _: mx.array, weights: Any
+    ) -> mx.array:
+        y: mx.array = switch.by_lookup(x, indices, experts.lookup(layer), weights)
         return y
 
     caches = {defer: make_prompt_cache(model) for defer in (None, unseen)}

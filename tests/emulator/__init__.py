@@ -34,8 +34,8 @@ _ATTRIBUTES = {
     "threads_per_threadgroup": "uint3{t->g->gdim.x, t->g->gdim.y, t->g->gdim.z}",
 }
 _CUDA_TYPES = {
-    mx.int32: "int32_t", mx.uint32: "uint32_t", mx.float32: "float", mx.float16: "__half",
-    mx.bfloat16: "__nv_bfloat16",
+    mx.int32: "int32_t", mx.uint32: "uint32_t", mx.uint8: "uint8_t", mx.float32: "float",
+    mx.float16: "__half", mx.bfloat16: "__nv_bfloat16",
 }  # fmt: skip
 _LAUNCH = """
 extern "C" int smemu_launch(void** b, const uint32_t* g, const uint32_t* tg,

@@ -25,6 +25,7 @@ struct Strides { int64_t v[10]; int64_t operator[](int i) const { return v[i]; }
 #define gridDim (::smemu::cur()->g->ngroups)
 inline void cu_sync(int site = __builtin_LINE()) { ::smemu::tg_barrier(site, true); }
 #define __syncthreads() cu_sync(__LINE__)
+inline void __syncwarp(int site = __builtin_LINE()) { ::smemu::simd_sync(site); }
 template <class T> inline T __ldg(const T* p) { return *p; }
 template <class T> inline T cu_shfl_xor(unsigned mask, T v, int m, int site = __builtin_LINE()) {
   if (mask != 0xffffffffu) ::smemu::fault("partial shuffle mask", site);
@@ -34,5 +35,13 @@ template <class T> inline T cu_shfl_down(unsigned mask, T v, int d, int site = _
   if (mask != 0xffffffffu) ::smemu::fault("partial shuffle mask", site);
   int l = ::smemu::cur()->lane; auto* b = ::smemu::simd_put(&v, sizeof v, site); T r; __builtin_memcpy(&r, b->v[l + d > 31 ? l : l + d], sizeof r); return r;
 }
+template <class T> inline T cu_shfl(unsigned mask, T v, int lane, int site = __builtin_LINE()) {
+  if (mask != 0xffffffffu) ::smemu::fault("partial shuffle mask", site);
+  auto* b = ::smemu::simd_put(&v, sizeof v, site); T r; __builtin_memcpy(&r, b->v[lane & 31], sizeof r); return r;
+}
+inline float __uint_as_float(uint32_t u) { float f; __builtin_memcpy(&f, &u, 4); return f; }
+inline __half __ushort_as_half(unsigned short u) { __half h; __builtin_memcpy(&h, &u, 2); return h; }
+inline float __half2float(__half h) { return float(h); }
+#define __shfl_sync cu_shfl
 #define __shfl_xor_sync cu_shfl_xor
 #define __shfl_down_sync cu_shfl_down

@@ -23,6 +23,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from ..cache.experts import SharedExpertCache
+from ..kernels.experts import Weights
 from ..layers.lookahead import look_up
 from ..layers.mixed import MixedSwitch
 from ..layers.switch import StreamingSwitchGLU, StreamingSwitchMLP, flat
@@ -134,7 +135,13 @@ class OptimisticDecoder:
         return logits
 
     def _call(
-        self, switch: Switch, layer: int, x: mx.array, indices: mx.array, ids: mx.array
+        self,
+        switch: Switch,
+        layer: int,
+        x: mx.array,
+        indices: mx.array,
+        ids: mx.array,
+        weights: Weights | None,
     ) -> mx.array | None:
         """What a switch module calls instead of reading its routing. None: go on the exact way."""
         if threading.get_ident() != self._thread:
@@ -144,12 +151,12 @@ class OptimisticDecoder:
         if n < len(self._known):
             last = n == len(self._known) - 1
             guesses = self._guesses if last and experts.may_bet(layer) else ()
-            return switch.with_ids(x, self._known[n], indices.shape, guesses)
+            return switch.with_ids(x, self._known[n], indices.shape, guesses, weights)
         if n >= self._exact_from:
             return None
         experts.land(layer)
         lookup = experts.lookup(layer)
-        y = switch.by_lookup(x, indices, lookup)
+        y = switch.by_lookup(x, indices, lookup, weights)
         self._unverified.append(_Call(layer, self._places_seen - 1, ids, lookup, y))
         if self._lag is not None:
             mx.async_eval(ids)  # type: ignore[no-untyped-call]
@@ -168,14 +175,19 @@ class OptimisticDecoder:
         calls: list[_Call] = []
 
         def call(
-            switch: Switch, layer: int, x: mx.array, indices: mx.array, ids: mx.array
+            switch: Switch,
+            layer: int,
+            x: mx.array,
+            indices: mx.array,
+            ids: mx.array,
+            weights: Weights | None,
         ) -> mx.array:
             experts.land(layer)
             lookup = experts.lookup(layer)
             there = mx.take(mx.array(experts.table(layer) >= 0), indices)
             y = mx.where(there[..., None], switch.by_lookup(x, indices, lookup), 0)
             calls.append(_Call(layer, 0, ids, lookup, y))
-            return y
+            return y if weights is None else weights.sum(y)
 
         dropped = 0
         with experts.lock:

@@ -29,6 +29,7 @@ import numpy as np
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 
 from ..cache.experts import SharedExpertCache
+from ..kernels.experts import Weights
 from ..layers.switch import StreamingSwitchGLU, StreamingSwitchMLP, without_zero_experts
 from ..stats import Streaming
 
@@ -215,14 +216,21 @@ class _Pass:
         return logits if emits else None  # their graph would keep the cache as it was
 
     def stop(
-        self, switch: Switch, layer: int, x: mx.array, indices: mx.array, ids: mx.array
+        self,
+        switch: Switch,
+        layer: int,
+        x: mx.array,
+        indices: mx.array,
+        ids: mx.array,
+        weights: Weights | None,
     ) -> mx.array | None:
         """What a switch module calls instead of computing: its output, still to be filled in."""
         if threading.get_ident() != self.thread:
             return None
         stop = _Stop(switch, layer)
         self.add(stop)
-        return stop.leave_gap(self.experts, x, indices, ids)
+        y = stop.leave_gap(self.experts, x, indices, ids)
+        return y if weights is None else weights.sum(y)
 
     def add(self, stop: _Stop) -> None:
         row = self.rows[-1]

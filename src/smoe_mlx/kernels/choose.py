@@ -19,8 +19,18 @@ import mlx.nn as nn
 import mlx_lm
 
 from ..store.files import cache_folder, read_json, write_json
-from .experts import FusedExperts, Geometry, backend, kernel_text
-from .selftest import TIMED_TOKENS, Experts, Verdict, self_test, try_launch
+from .experts import FusedExperts, Geometry, Tiling, backend, kernel_text
+from .route import FusedRouter
+from .selftest import (
+    LEAST_SPEEDUP,
+    TIMED_TOKENS,
+    Experts,
+    Verdict,
+    router_fault,
+    self_test,
+    time_router,
+    try_launch,
+)
 
 KERNELS = ("auto", "stock", "fused")
 FORMAT, VERSION = "smoe-mlx kernels", 1
@@ -42,16 +52,18 @@ class KernelChooser:
         self.kernels = kernels
         self.fused = self.layers = 0
         self.reasons: list[str] = []
-        self._chosen: dict[Geometry, FusedExperts | None] = {}
+        self._chosen: dict[tuple[Geometry, bool], FusedExperts | None] = {}
+        self._routers: dict[tuple[int, int, bool, bool, bool], FusedRouter | None] = {}
 
     def choose(
-        self, geometry: Geometry | str, stock: Experts, activation: nn.Module
+        self, geometry: Geometry | str, stock: Experts, activation: nn.Module, weighted: bool
     ) -> FusedExperts | None:
         """The kernels for a layer, or None: mlx-lm's operations.
 
         Args:
             geometry: from `eligible`.
             stock: mlx-lm's operations, to compare with.
+            weighted: the block around leaves the weighted sum to them.
         """
         self.layers += 1
         if self.kernels == "stock":
@@ -62,21 +74,22 @@ class KernelChooser:
         if isinstance(geometry, str):
             self._say(geometry, warn=self.kernels == "fused")
             return None
-        if geometry not in self._chosen:
-            self._chosen[geometry] = self._decide(geometry, stock, activation)
-        chosen = self._chosen[geometry]
+        key = geometry, weighted
+        if key not in self._chosen:
+            self._chosen[key] = self._decide(geometry, stock, activation, weighted)
+        chosen = self._chosen[key]
         self.fused += chosen is not None
         return chosen
 
     def _decide(
-        self, geometry: Geometry, stock: Experts, activation: nn.Module
+        self, geometry: Geometry, stock: Experts, activation: nn.Module, weighted: bool
     ) -> FusedExperts | None:
         fused = FusedExperts(geometry)
         try:
-            key = _key(geometry)
+            key = _key(geometry, weighted)
             verdict = _load().get(key)
             if verdict is None:
-                verdict = self_test(fused, stock, activation)
+                verdict = self_test(fused, stock, activation, weighted)
                 _save(key, verdict)
             elif not verdict.fault:
                 try_launch(fused)
@@ -92,6 +105,30 @@ class KernelChooser:
             fused.max_tokens = verdict.max_tokens
         self._say(f"{geometry}: {verdict}, used up to {fused.max_tokens}")
         return fused if fused.max_tokens else None
+
+    def choose_router(
+        self, experts: int, top_k: int, by_logits: bool, norm: bool, last: bool
+    ) -> FusedRouter | None:
+        """The kernel for a block's routing, or None; asked for where experts use the kernels."""
+        key = experts, top_k, by_logits, norm, last
+        if key not in self._routers:
+            self._routers[key] = self._decide_router(FusedRouter(*key))
+        return self._routers[key]
+
+    def _decide_router(self, router: FusedRouter) -> FusedRouter | None:
+        what = f"router, {router.top_k} of {router.experts}"
+        if not router.fits(mx.zeros((1, router.experts))):
+            return None
+        try:
+            fault = router_fault(router)
+            speedup = 0.0 if fault else time_router(router)
+        except Exception as e:  # as above
+            fault = f"{str(e).strip() or type(e).__name__:.300}"
+        if fault:
+            self._say(f"{what}: {fault}", warn=True)
+            return None
+        self._say(f"{what}: right, speed {speedup:.2f}x")
+        return router if self.kernels == "fused" or speedup >= LEAST_SPEEDUP else None
 
     def _say(self, reason: str, warn: bool = False) -> None:
         if reason in self.reasons:
@@ -119,12 +156,13 @@ def cache_file() -> Path:
     return cache_folder() / "kernels.json"
 
 
-def _key(geometry: Geometry) -> str:
+def _key(geometry: Geometry, weighted: bool) -> str:
     """All that a verdict depends on, in a hash."""
     device = {k: str(v) for k, v in mx.device_info().items() if "name" in k or "arch" in k}
-    texts = [kernel_text(backend() or "", a)["name"] for a in (geometry.activation, "u")]
+    bodies = (("expert", geometry.activation), ("expert", "u"), ("sum", ""))
+    texts = [kernel_text(backend() or "", body, (), a)["name"] for body, a in bodies]
     versions = [module.__version__ for module in (mx, mlx_lm)]
-    parts: list[Any] = [*versions, platform.platform(), device, texts]
+    parts: list[Any] = [*versions, platform.platform(), device, texts, weighted, Tiling()]
     parts.append({**vars(geometry), "dtype": str(geometry.dtype)})
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -1,26 +1,98 @@
 // Codes are used where they stand in their 32-bit word: masked, not shifted. The number that a code
 // meets was divided by 2^position beforehand, which is exact.
+//
+// HOW a code becomes a float. CONVERT: by the instruction for it, which runs at a fraction of the
+// others' rate. ADD: as the low bits of 2^23, which is subtracted again, exact; for codes in the
+// low 16 bits, to which the upper half of a word is shifted. FP4: e2m1, times 2^-14.
+#define SM_INFINITY SM_AS_FLOAT(0x7f800000u)
+enum { SM_CONVERT, SM_ADD, SM_FP4 };
 
-// Code 4 * quad of a word stands at bit 4 * quad * BITS: 2 to the minus that.
-template <int BITS>
-SM_FN float sm_quad_scale(uint32_t quad) {
-  return 1.0f / float(1u << (4u * uint32_t(BITS) * quad));
+// What a lane takes of a row at a time: codes, and what their groups have.
+template <int LOADS, int PARTS>
+struct sm_chunk {
+  uint32_t w[4 * LOADS];
+  float scale[PARTS];
+  float offset[PARTS];
+};
+
+// The scale of a group: a float, or the exponent of mxfp4 (e8m0), with what FP4 codes lack.
+template <class S>
+SM_FN float sm_scale(S s) {
+  return float(s);
 }
 
-// The sum over four neighbouring codes of a word of code * x, with x scaled as said above.
-template <int BITS>
-SM_FN float sm_dot4(uint32_t word, int quad, float4 x) {
+SM_FN float sm_scale(unsigned char s) {
+  return SM_AS_FLOAT(uint32_t(s) << 23) * 16384.0f;
+}
+
+// Read chunk c of a row that has CHUNKS of them, each in PARTS groups, or SPAN of them in a group.
+template <int HOW, int CHUNKS, int SPAN, int LOADS, int PARTS, class S, class B>
+SM_FN void sm_fetch(
+    SM_THREAD sm_chunk<LOADS, PARTS>& q,
+    const SM_DEVICE uint4* codes,
+    S scales,
+    B offsets,
+    size_t row,
+    uint32_t c) {
+  SM_UNROLL
+  for (int i = 0; i < LOADS; i++) {
+    const uint4 v = codes[(row * uint32_t(CHUNKS) + c) * uint32_t(LOADS) + uint32_t(i)];
+    q.w[4 * i] = v.x;
+    q.w[4 * i + 1] = v.y;
+    q.w[4 * i + 2] = v.z;
+    q.w[4 * i + 3] = v.w;
+  }
+  SM_UNROLL
+  for (int p = 0; p < PARTS; p++) {
+    const size_t g = row * uint32_t(CHUNKS * PARTS / SPAN) +
+        (PARTS > 1 ? c * uint32_t(PARTS) + uint32_t(p) : c / uint32_t(SPAN));
+    q.scale[p] = sm_scale(scales[g]);
+    q.offset[p] = HOW == SM_FP4 ? 0.0f : float(offsets[g]);
+  }
+}
+
+// Where the code i of a chunk stands when it is masked. (One that lies across two words is put
+// together and stands at 0.)
+template <int BITS, int HOW>
+SM_FN uint32_t sm_position(uint32_t i) {
+  const uint32_t at = (i * uint32_t(BITS)) % (HOW == SM_ADD ? 16u : 32u);
+  return HOW == SM_FP4 || at + uint32_t(BITS) > 32u ? 0u : at;
+}
+
+// v / 2^position of code i.
+template <int BITS, int HOW>
+SM_FN float sm_place(float v, uint32_t i) {
+  return v * SM_AS_FLOAT((127u - sm_position<BITS, HOW>(i)) << 23);
+}
+
+// Code i, times 2^position.
+template <int BITS, int HOW, int LOADS, int PARTS>
+SM_FN float sm_code(const SM_THREAD sm_chunk<LOADS, PARTS>& q, int i) {
   const uint32_t mask = (1u << BITS) - 1u;
-  const int shift = 4 * BITS * quad;
-  float sum = x.x * float(word & (mask << shift));
-  sum += x.y * float(word & (mask << (shift + BITS)));
-  sum += x.z * float(word & (mask << (shift + 2 * BITS)));
-  sum += x.w * float(word & (mask << (shift + 3 * BITS)));
-  return sum;
+  const int word = i * BITS / 32;
+  const int at = i * BITS % 32;
+  if (HOW == SM_FP4) {
+    const uint32_t u = q.w[word] >> at;
+    return SM_HALF_AS_FLOAT(((u & 7u) << 9) | ((u & 8u) << 12));
+  }
+  if (HOW == SM_ADD) {
+    const uint32_t u = at < 16 ? q.w[word] : q.w[word] >> 16;
+    return SM_AS_FLOAT(0x4b000000u | (u & (mask << (at % 16)))) - 8388608.0f;
+  }
+  if (at + BITS > 32) {
+    return float(((q.w[word] >> at) | (q.w[word + 1] << (32 - at))) & mask);
+  }
+  return float(q.w[word] & (mask << at));
 }
 
-SM_FN uint32_t sm_word(uint4 chunk, int i) {
-  return i == 0 ? chunk.x : (i == 1 ? chunk.y : (i == 2 ? chunk.z : chunk.w));
+// The sum over codes 4 * quad to 4 * quad + 3 of code * x, with x divided as said above.
+template <int BITS, int HOW, int LOADS, int PARTS>
+SM_FN float sm_dot4(const SM_THREAD sm_chunk<LOADS, PARTS>& q, int quad, float4 x) {
+  float sum = x.x * sm_code<BITS, HOW>(q, 4 * quad);
+  sum += x.y * sm_code<BITS, HOW>(q, 4 * quad + 1);
+  sum += x.z * sm_code<BITS, HOW>(q, 4 * quad + 2);
+  sum += x.w * sm_code<BITS, HOW>(q, 4 * quad + 3);
+  return sum;
 }
 
 // The sum over COUNT neighbouring lanes; right in the first of them.

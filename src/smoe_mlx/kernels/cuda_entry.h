@@ -2,4 +2,4 @@
   const uint32_t sm_simd = threadIdx.x >> 5;
   const uint32_t sm_thread = threadIdx.x;
   const uint32_t sm_block = blockIdx.x;
-  const uint32_t sm_pair = blockIdx.y;
+  const uint32_t sm_y = blockIdx.y;

@@ -1,7 +1,8 @@
 """FusedExperts: a layer's routed experts by two kernels, in the place of mlx-lm's chain of ops.
 
-The first computes gate, up and activation, the second down. What is between them, and every sum,
-is float32. A pair (token, expert) is computed the same way whatever else is in the call.
+The first computes gate, up and activation, the second down and, where the block is known to want
+it, the weighted sum over a token's experts. What is between them, and every sum, is float32. A
+pair (token, expert) is computed the same way whatever else is in the call.
 """
 
 import hashlib
@@ -21,14 +22,19 @@ if TYPE_CHECKING:
     from ..layers.switch import Projection
 
 Kernel = Callable[..., list[mx.array]]
+Arrays = Mapping[tuple[str, str], mx.array]
 
 MAX_TOP_K = 16
 MAX_TOKENS = 16
-BITS, GROUPS = (2, 4, 8), (32, 64, 128)
+BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 SHARED_MEMORY = 32768  # bytes of threadgroup memory that Metal grants
 ABSENT = 0xFFFFFFFF  # a slot number that no bank has
-INPUTS = ("inp", "slot", "wu", "su", "bu", "cu", "wg", "sg", "bg", "cg")
+# Names of a tensor in the kernels: a letter, then "u" (up, down, fc1 or fc2) or "g" (gate).
+LETTERS = {"weight": "w", "scales": "s", "biases": "b", "bias": "a"}
+STAND_INS = {
+    "lookup": "slot", "bu": "su", "au": "su", "wg": "wu", "sg": "su", "bg": "su", "ag": "su",
+}  # fmt: skip
 
 # What mlx-lm's activations compute, of u (the up projection's output, or fc1's) and g (the gate's).
 # Braces name numbers that the activation has as attributes.
@@ -57,7 +63,8 @@ class Geometry:
         activation: C text of `u` and `g`.
         up, down: (bits, group size) of gate and up (fc1), and of down (fc2).
         up_bias, down_bias: whether the projections have a bias.
-        dtype: of x, scales, biases and the result.
+        dtype: of x, biases, the result, and affine scales.
+        mode: "affine" or "mxfp4".
     """
 
     hidden: int
@@ -69,10 +76,12 @@ class Geometry:
     up_bias: bool
     down_bias: bool
     dtype: mx.Dtype
+    mode: str = "affine"
 
     def __str__(self) -> str:
         dtype = str(self.dtype).rpartition(".")[2]
-        up, down = (f"q{bits}g{group}" for bits, group in (self.up, self.down))
+        kind = "q" if self.mode == "affine" else "fp"
+        up, down = (f"{kind}{bits}g{group}" for bits, group in (self.up, self.down))
         return f"{self.hidden} x {self.ffn} {up if up == down else f'{up}/{down}'} {dtype}"
 
 
@@ -93,30 +102,43 @@ def eligible(
     formats = {}
     for name in (*firsts, last):
         p = projections[name]
-        if p.mode != "affine" or p.bits not in BITS or p.group_size not in GROUPS:
+        affine = p.mode == "affine" and p.bits in BITS and p.group_size in GROUPS
+        if not affine and (p.mode, p.bits, p.group_size) != ("mxfp4", 4, 32):
             how = f"quantised as {p.mode}, {p.bits} bits, groups of {p.group_size}"
             return f"{name} is {'not quantised' if p.mode is None else how}"
-        if not {(name, "scales"), (name, "biases")} <= kinds.keys():
+        if not {(name, "scales"), *[(name, "biases")] * affine} <= kinds.keys():
             return f"{name} has no scales or no biases"
+        if (name, "global_scale") in kinds:
+            return f"{name} has a global scale"
+        assert p.bits is not None
+        assert p.group_size is not None
         formats[name] = (p.bits, p.group_size)
+    modes = {projections[name].mode for name in formats}
+    if len(modes) > 1:
+        return "some are quantised as affine, some as mxfp4"
     up, down = formats[firsts[0]], formats[last]
     biased = {n: (n, "bias") in kinds for n in (*firsts, last)}
     if gated and (formats["gate_proj"], biased["gate_proj"]) != (up, biased["up_proj"]):
         return "gate_proj and up_proj are stored in different ways"
     ffn, hidden = kinds[firsts[0], "weight"].shape[0], kinds[last, "weight"].shape[0]
     for name, inputs, (bits, group) in ((firsts[0], hidden, up), (last, ffn, down)):
-        if inputs % group or inputs * bits % 128:
-            return f"{name} has rows of {inputs} numbers, not whole groups and 16-byte chunks"
+        if inputs % group or inputs % chunk(bits):
+            whole = f"whole groups and chunks of {chunk(bits)}"
+            return f"{name} has rows of {inputs} numbers, not {whole}"
         if shared_nbytes(inputs, bits, group) > SHARED_MEMORY:
             return f"{name} has rows of {inputs} numbers, too long for threadgroup memory"
-    dtypes = {MX_DTYPES[t.dtype] for t in tensors if t.kind in ("scales", "biases", "bias")}
-    dtype = dtypes.pop()
+    (mode,) = modes
+    floats = ("scales", "biases", "bias") if mode == "affine" else ("bias",)
+    dtypes = {MX_DTYPES[t.dtype] for t in tensors if t.kind in floats}
+    # mxfp4 without biases does not say what x is: nearly always this, and `fits` looks again.
+    dtype = dtypes.pop() if dtypes else mx.bfloat16
     if dtypes or dtype not in DTYPES:
         return "scales and biases are not all bfloat16, float16 or float32"
     text = activation_text(activation, gated)
     if text is None:
         return f"the activation {type(activation).__name__} is not known"
-    return Geometry(hidden, ffn, gated, text, up, down, biased[firsts[0]], biased[last], dtype)
+    biases = biased[firsts[0]], biased[last]
+    return Geometry(hidden, ffn, gated, text, up, down, *biases, dtype, str(mode))
 
 
 def activation_text(activation: object, gated: bool) -> str | None:
@@ -135,8 +157,13 @@ def activation_text(activation: object, gated: bool) -> str | None:
 
 
 def shared_nbytes(inputs: int, bits: int, group: int) -> int:
-    """Threadgroup memory of a kernel whose rows have this many numbers."""
-    return 4 * inputs + 4 * (inputs // min(group, 128 // bits))
+    """Threadgroup memory of the first kernel for rows of this many numbers."""
+    return 4 * inputs + 4 * (inputs // min(group, chunk(bits)))
+
+
+def chunk(bits: int) -> int:
+    """How many codes the kernels load at a time: of 16 bytes, or 128, where words share codes."""
+    return 128 // bits if 32 % bits == 0 else 128
 
 
 def backend() -> str | None:
@@ -148,32 +175,76 @@ def backend() -> str | None:
     return "cuda" if mx.cuda.is_available() else None
 
 
-def kernel_text(backend: str, activation: str) -> dict[str, str]:
-    """Name, header and source. The name is one of the text: MLX finds compiled code by name."""
-    folder = files("smoe_mlx.kernels")
-    names = (f"{backend}.h", "common.h", f"{backend}_entry.h", "expert.h")
-    prelude, common, entry, body = ((folder / name).read_text("ascii") for name in names)
-    header = prelude + common
-    header += f"SM_FN float sm_activation(float u, float g) {{\n  return {activation};\n}}\n"
-    source = entry + body
-    digest = hashlib.sha256((header + "\0" + source).encode()).hexdigest()
-    return {"name": f"smoe_expert_{digest[:16]}", "header": header, "source": source}
+def kernel_text(
+    backend: str, body: str, inputs: Sequence[str], activation: str = ""
+) -> dict[str, str]:
+    """Name, header and source. The name is one of the text: MLX finds compiled code by name.
+
+    Args:
+        body: the file that has it, without its suffix: "expert", "sum" or "route".
+        inputs: those that the kernel is given.
+        activation: C text of `u` and `g`.
+    """
+    folder = files(__package__)
+
+    def text(file: str) -> str:  # MLX handles all of it in every call: no comments
+        return re.sub(r"^ *//.*\n| +//.*", "", (folder / file).read_text("ascii"), flags=re.M)
+
+    header = text(f"{backend}.h") + text("common.h")
+    if activation:
+        header += f"SM_FN float sm_activation(float u, float g) {{ return {activation}; }}\n"
+    for name, other in STAND_INS.items():  # what is not given is not used either, but named
+        if name not in inputs:
+            header += f"#define {name} {other}\n"
+    source = text(f"{backend}_entry.h") + text(f"{body}.h")
+    digest = hashlib.sha256((header + source).encode()).hexdigest()
+    return {"name": f"smoe_{body}_{digest[:16]}", "header": header, "source": source}
 
 
-def make_kernel(backend: str, activation: str) -> Kernel:
+def make_kernel(
+    backend: str, body: str, inputs: Sequence[str], outputs: Sequence[str], activation: str = ""
+) -> Kernel:
     """MLX's kernel object; it is compiled when it is first evaluated."""
     make: Any = mx.fast.metal_kernel if backend == "metal" else mx.fast.cuda_kernel
-    text = kernel_text(backend, activation)
-    return make(input_names=INPUTS, output_names=["out"], **text)  # type: ignore[no-any-return]
+    text = kernel_text(backend, body, inputs, activation)
+    kernel: Kernel = make(input_names=inputs, output_names=outputs, **text)
+    return kernel
 
 
 class Tiling(NamedTuple):
-    """How a kernel divides its work: simdgroups in a threadgroup, lanes that share a row of
-    weights, rows that a lane works on at a time."""
+    """How a kernel divides its work.
+
+    simds: simdgroups in a threadgroup (with the weighted sum: one a place of the top-k, instead).
+    lanes: that share a row of weights. rows: that a lane works on at a time, no more than lanes.
+    ahead: chunks of a row that are on their way while one is used. add: codes of 2, 4 and 8 bits
+    become floats by an addition in the place of a conversion, the same numbers.
+    """
 
     simds: int = 4
     lanes: int = 8
     rows: int = 1
+    ahead: int = 1
+    add: bool = True
+
+    @property
+    def simd_rows(self) -> int:
+        """Rows of one simdgroup."""
+        return 32 // self.lanes * self.rows
+
+
+class Weights(NamedTuple):
+    """What a block does with the experts' outputs y [..., k, D]: `(y * scores[..., None]).sum(-2)`.
+
+    scores: [..., k]. cast: the sum is brought back to y's dtype.
+    """
+
+    scores: mx.array
+    cast: bool = False
+
+    def sum(self, y: mx.array) -> mx.array:
+        """[..., k, D] -> [..., D], by mlx-lm's operations."""
+        out = (y * self.scores[..., None]).sum(axis=-2)
+        return out.astype(y.dtype) if self.cast else out
 
 
 class FusedExperts:
@@ -183,6 +254,8 @@ class FusedExperts:
         geometry: from `eligible`.
         max_tokens: calls with more are left to the caller.
         tilings: of the first kernel and of the second.
+        compiled: a call is traced once for each of its shapes, and replayed by MLX then, which
+            costs the host less.
     """
 
     def __init__(
@@ -190,9 +263,18 @@ class FusedExperts:
         geometry: Geometry,
         max_tokens: int = MAX_TOKENS,
         tilings: tuple[Tiling, Tiling] = (Tiling(), Tiling()),
+        compiled: bool = True,
     ):
         self.geometry, self.max_tokens, self.tilings = geometry, max_tokens, tilings
-        self._kernels: tuple[Kernel, Kernel] | None = None
+        self.compiled = compiled
+        g = geometry
+        ups = ("up_proj", "gate_proj") if g.gated else ("fc1",)
+        kinds = ("weight", *(("scales",) if g.mode == "mxfp4" else ("scales", "biases")))
+        up, down = (kinds + ("bias",) * bias for bias in (g.up_bias, g.down_bias))
+        self._up = [(name, kind) for name in ups for kind in up]
+        self._down = [("down_proj" if g.gated else "fc2", kind) for kind in down]
+        self._kernels: dict[tuple[str, ...], Kernel] = {}
+        self._calls: dict[tuple[bool, bool, bool], Callable[..., mx.array]] = {}
 
     def fits(self, x: mx.array, slots: mx.array) -> bool:
         """Whether this call can be computed here."""
@@ -206,50 +288,134 @@ class FusedExperts:
         )
 
     def __call__(
-        self, arrays: Mapping[tuple[str, str], mx.array], x: mx.array, slots: mx.array
+        self,
+        arrays: Arrays,
+        x: mx.array,
+        slots: mx.array,
+        weights: Weights | None = None,
+        lookup: mx.array | None = None,
     ) -> mx.array:
-        """x [..., D], slots [..., k] (rows of the arrays; 0 for those they lack) -> [..., k, D]."""
-        g = self.geometry
-        if self._kernels is None:
-            where = backend() or ""
-            self._kernels = (make_kernel(where, g.activation), make_kernel(where, "u"))
-        first, second = self._kernels
-        pairs = slots.reshape(-1, slots.shape[-1])
-        up, gate, down = ("up_proj", "gate_proj", "down_proj") if g.gated else ("fc1", "fc1", "fc2")
+        """x [..., D], slots [..., k] -> [..., k, D], or [..., D] if weighted and summed.
 
-        def tensors(name: str, bias: bool) -> list[mx.array]:
-            kinds = ("weight", "scales", "biases", "bias" if bias else "scales")
-            return [arrays[name, kind] for kind in kinds]
+        Args:
+            slots: rows of the arrays; those that they lack give 0.
+            lookup: [E] uint32: `slots` are numbers of experts, whose slots are in here.
+        """
+        given = [x, slots]
+        if weights is not None:
+            given.append(weights.scores)
+        if lookup is not None:
+            given.append(lookup)
+        way = (weights is not None, weights is not None and weights.cast, lookup is not None)
+        call = self._calls.get(way)
+        if call is None:
+            call = self._calls[way] = self._make_call(*way)
+        return call(*given, *[arrays[key] for key in (*self._up, *self._down)])
 
-        def launch(
-            kernel: Kernel,
-            inp: mx.array,
-            weights: list[mx.array],
-            rows: int,
-            dtype: mx.Dtype,
-            tiling: Tiling,
-            **constants: int,
-        ) -> mx.array:
-            threads = 32 * tiling.simds
-            blocks = -(-rows // (tiling.simds * (32 // tiling.lanes) * tiling.rows))
-            template = [("T", dtype), ("N", rows), ("K", inp.shape[-1]), *constants.items()]
-            (out,) = kernel(
-                inputs=[inp, pairs, *weights],
-                template=[*template, *zip(("SIMDS", "LANES", "ROWS"), tiling, strict=True)],
-                output_shapes=[(pairs.size, rows)],
-                output_dtypes=[dtype],
-                grid=(blocks * threads, pairs.size, 1),
-                threadgroup=(threads, 1, 1),
-            )
-            return out
+    def _make_call(self, weighted: bool, cast: bool, looked_up: bool) -> Callable[..., mx.array]:
+        """Both kernels as a function of arrays alone."""
 
-        h = launch(
-            first, x.reshape(-1, g.hidden), [*tensors(up, g.up_bias), *tensors(gate, g.up_bias)],
-            g.ffn, mx.float32, self.tilings[0],
-            BITS=g.up[0], GROUP=g.up[1], GATED=int(g.gated), BIAS=int(g.up_bias), PER_TOKEN=1,
+        def call(x: mx.array, slots: mx.array, *more: mx.array) -> mx.array:
+            given = list(more)
+            weights = Weights(given.pop(0), cast) if weighted else None
+            lookup = given.pop(0) if looked_up else None
+            arrays = dict(zip((*self._up, *self._down), given, strict=True))
+            h = self.first(arrays, x, slots, lookup)
+            return self.second(arrays, h, slots, weights, lookup)
+
+        return mx.compile(call) if self.compiled else call
+
+    def first(
+        self,
+        arrays: Arrays,
+        x: mx.array,
+        slots: mx.array,
+        lookup: mx.array | None = None,
+    ) -> mx.array:
+        """Gate, up and activation: x [..., D], slots [..., k] -> [pairs, F] float32, in an order
+        that `second` knows."""
+        g, tiling = self.geometry, self.tilings[0]
+        inputs = {"inp": x.reshape(-1, g.hidden), "slot": slots.reshape(-1, slots.shape[-1])}
+        constants = {"SIMDS": tiling.simds, "FIRST": True, "NEXT": chunk(g.down[0])}
+        constants |= {"GATED": g.gated, "BIAS": g.up_bias}
+        constants |= self._constants(g.up, tiling, g.hidden)
+        return self._launch(
+            "expert", g.activation, inputs, lookup, arrays, self._up, constants,
+            (slots.size, g.ffn), mx.float32, tiling.simds, tiling.simds * tiling.simd_rows,
         )  # fmt: skip
-        y = launch(
-            second, h, 2 * tensors(down, g.down_bias), g.hidden, g.dtype, self.tilings[1],
-            BITS=g.down[0], GROUP=g.down[1], GATED=0, BIAS=int(g.down_bias), PER_TOKEN=0,
+
+    def second(
+        self,
+        arrays: Arrays,
+        h: mx.array,
+        slots: mx.array,
+        weights: Weights | None = None,
+        lookup: mx.array | None = None,
+    ) -> mx.array:
+        """Down: h [pairs, F], slots [..., k] -> [..., k, D]; weighted and summed -> [..., D]."""
+        g, tiling, top_k = self.geometry, self.tilings[1], slots.shape[-1]
+        inputs = {"inp": h, "slot": slots.reshape(-1, top_k)}
+        constants = {"BIAS": g.down_bias, **self._constants(g.down, tiling, g.ffn)}
+        if weights is None:
+            constants |= {"SIMDS": tiling.simds, "FIRST": False, "NEXT": 4, "GATED": False}
+            y = self._launch(
+                "expert", "u", inputs, lookup, arrays, self._down, constants,
+                (slots.size, g.hidden), g.dtype, tiling.simds, tiling.simds * tiling.simd_rows,
+            )  # fmt: skip
+            return y.reshape(*slots.shape, g.hidden)
+        dtype = g.dtype if weights.cast else result_type(g.dtype, weights.scores.dtype)
+        y = self._launch(
+            "sum", "", {**inputs, "score": weights.scores}, lookup, arrays, self._down,
+            {"MAX_TOP_K": MAX_TOP_K, **constants}, (slots.size // top_k, g.hidden), dtype, top_k,
+            tiling.simd_rows,
         )  # fmt: skip
-        return y.reshape(*slots.shape, g.hidden)
+        return y.reshape(*slots.shape[:-1], g.hidden)
+
+    def _constants(self, how: tuple[int, int], tiling: Tiling, inputs: int) -> dict[str, int]:
+        bits, group = how
+        code = 2 if self.geometry.mode == "mxfp4" else int(tiling.add and 32 % bits == 0)
+        return {
+            "K": inputs, "BITS": bits, "GROUP": group, "HOW": code,
+            "LANES": tiling.lanes, "ROWS": tiling.rows, "AHEAD": tiling.ahead,
+        }  # fmt: skip
+
+    def _launch(
+        self,
+        body: str,
+        activation: str,
+        inputs: dict[str, mx.array],
+        lookup: mx.array | None,
+        arrays: Arrays,
+        tensors: Sequence[tuple[str, str]],
+        constants: dict[str, int],
+        shape: tuple[int, int],
+        dtype: mx.Dtype,
+        simds: int,
+        block: int,
+    ) -> mx.array:
+        """Run a kernel that makes an array of this shape, in blocks of so many of its columns."""
+        if lookup is not None:
+            inputs["lookup"] = lookup
+        for projection, kind in tensors:
+            side = "g" if projection == "gate_proj" else "u"
+            inputs[LETTERS[kind] + side] = arrays[projection, kind]
+        key = (body, activation, *inputs)
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            kernel = make_kernel(backend() or "", body, list(inputs), ["out"], activation)
+            self._kernels[key] = kernel
+        constants = {"N": shape[1], "LOOKUP": lookup is not None, **constants}
+        (out,) = kernel(
+            inputs=list(inputs.values()),
+            template=[("T", dtype), *((name, int(value)) for name, value in constants.items())],
+            output_shapes=[shape],
+            output_dtypes=[dtype],
+            grid=(-(-shape[1] // block) * simds * 32, shape[0], 1),
+            threadgroup=(simds * 32, 1, 1),
+        )
+        return out
+
+
+def result_type(a: mx.Dtype, b: mx.Dtype) -> mx.Dtype:
+    """The type of a product of arrays of these types."""
+    return mx.result_type(mx.zeros((), a), mx.zeros((), b))

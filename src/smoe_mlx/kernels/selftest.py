@@ -4,6 +4,7 @@ Random experts of a geometry are computed by the kernels, by mlx-lm's operations
 dtype ("stock"), and for reference in float32 with the matrix products on the CPU.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,10 +18,12 @@ from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import SwiGLU
 
 from ..layers.switch import Projection, StreamingSwitchGLU, StreamingSwitchMLP
-from .experts import ABSENT, FusedExperts, Geometry, activation_text
+from .experts import ABSENT, FusedExperts, Geometry, Weights, activation_text
+from .route import FusedRouter
 
 Arrays = dict[tuple[str, str], mx.array]
-Experts = Callable[[Arrays, mx.array, mx.array], mx.array]  # (arrays, x, slots) -> [..., k, D]
+# (arrays, x, slots, weights or None) -> [..., k, D], or [..., D] if there are weights
+Experts = Callable[[Arrays, mx.array, mx.array, Weights | None], mx.array]
 
 SLOTS = 8  # of the bank that is tested with
 CASES = ((1, 2), (1, 8), (5, 3), (16, 2))  # (tokens, top-k)
@@ -54,6 +57,13 @@ def random_experts(geometry: Geometry, slots: int, seed: int = 0) -> Arrays:
             0, 256, (slots, rows, inputs * bits // 8), mx.uint8, key=keys[0]
         )  # as bytes: 32-bit numbers would come from floats, their low bits all zero
         arrays[name, "weight"] = codes.view(mx.uint32)
+        if bias:
+            arrays[name, "bias"] = mx.random.normal((slots, rows), key=keys[3]).astype(g.dtype)
+        if g.mode == "mxfp4":  # e2m1 has a deviation of about 2.9
+            power = 127 + round(math.log2(inputs**-0.5 / 2.9))
+            exponents = mx.random.randint(-1, 2, (slots, rows, inputs // group), key=keys[1])
+            arrays[name, "scales"] = (power + exponents).astype(mx.uint8)
+            continue
         # Codes spread evenly over 2^bits values have a deviation of 2^bits / sqrt(12).
         unit = (12 / inputs) ** 0.5 / (1 << bits)
         groups = (slots, rows, inputs // group)
@@ -62,8 +72,6 @@ def random_experts(geometry: Geometry, slots: int, seed: int = 0) -> Arrays:
         offsets = middle + unit * mx.random.normal(groups, key=keys[2])
         arrays[name, "scales"] = scales.astype(g.dtype)
         arrays[name, "biases"] = offsets.astype(g.dtype)
-        if bias:
-            arrays[name, "bias"] = mx.random.normal((slots, rows), key=keys[3]).astype(g.dtype)
     mx.eval(list(arrays.values()))
     return arrays
 
@@ -88,10 +96,13 @@ def reference(
 
     def project(name: str, x: mx.array, how: tuple[int, int]) -> mx.array:
         bits, group = how
-        scales, biases = (arrays[name, k].astype(mx.float32) for k in ("scales", "biases"))
+        scales, biases = (arrays.get((name, k)) for k in ("scales", "biases"))
+        assert scales is not None
+        if biases is not None:
+            scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
         y = mx.gather_qmm(
             x, arrays[name, "weight"], scales, biases, rhs_indices=slots, transpose=True,
-            group_size=group, bits=bits, stream=mx.cpu,
+            group_size=group, bits=bits, mode=g.mode, stream=mx.cpu,
         )  # fmt: skip
         bias = arrays.get((name, "bias"))
         return y if bias is None else y + bias[slots][..., None, :].astype(mx.float32)
@@ -108,8 +119,8 @@ def operations(geometry: Geometry, activation: nn.Module) -> Experts:
     """mlx-lm's operations for experts of this geometry, as the streaming modules call them."""
     g = geometry
     names = ("gate_proj", "up_proj", "down_proj") if g.gated else ("fc1", "fc2")
-    parts = {name: Projection(name, g.up[1], g.up[0], "affine") for name in names[:-1]}
-    parts[names[-1]] = Projection(names[-1], g.down[1], g.down[0], "affine")
+    parts = {name: Projection(name, g.up[1], g.up[0], g.mode) for name in names[:-1]}
+    parts[names[-1]] = Projection(names[-1], g.down[1], g.down[0], g.mode)
     kind: Any = StreamingSwitchGLU if g.gated else StreamingSwitchMLP
     nothing = SimpleNamespace(layouts=[SimpleNamespace(num_experts=SLOTS)])  # no cache is asked
     module = kind(nothing, 0, **parts, activation=activation)
@@ -117,21 +128,31 @@ def operations(geometry: Geometry, activation: nn.Module) -> Experts:
     return module.in_one  # type: ignore[no-any-return]
 
 
+def random_weights(slots: mx.array, dtype: mx.Dtype, cast: bool = True, seed: int = 0) -> Weights:
+    """Scores of each token that add up to 1."""
+    scores = mx.softmax(mx.random.normal(slots.shape, key=mx.random.key(2000 + seed)), axis=-1)
+    return Weights(scores.astype(dtype), cast)
+
+
 def measure_errors(
     geometry: Geometry, activation: nn.Module, arrays: Arrays, ways: Sequence[Experts]
 ) -> list[Errors]:
-    """The errors of each way of computing the experts, over `CASES`."""
+    """The errors of each way of computing the experts, and their weighted sums, over `CASES`."""
     sums, largest = [0.0] * len(ways), [0.0] * len(ways)
     for tokens, top_k in CASES:
         x, slots = random_call(geometry, SLOTS, tokens, top_k)
-        expected = reference(geometry, activation, arrays, x, slots)
-        unit = mx.sqrt(mx.square(expected).mean())
-        for i, way in enumerate(ways):
-            off = (way(arrays, x, slots).astype(mx.float32) - expected) / unit
-            # Not max() of Python, which forgets NaN.
-            sums[i] += float(mx.square(off).mean()) / len(CASES)
-            worst = float(mx.abs(off).max())
-            largest[i] = worst if not worst <= largest[i] else largest[i]
+        each = reference(geometry, activation, arrays, x, slots)
+        for weights in (None, random_weights(slots, geometry.dtype)):
+            expected = each
+            if weights is not None:
+                expected = Weights(weights.scores.astype(mx.float32)).sum(each)
+            unit = mx.sqrt(mx.square(expected).mean())
+            for i, way in enumerate(ways):
+                off = (way(arrays, x, slots, weights).astype(mx.float32) - expected) / unit
+                # Not max() of Python, which forgets NaN.
+                sums[i] += float(mx.square(off).mean()) / (2 * len(CASES))
+                worst = float(mx.abs(off).max())
+                largest[i] = worst if not worst <= largest[i] else largest[i]
     return [Errors(s**0.5, w) for s, w in zip(sums, largest, strict=True)]
 
 
@@ -144,16 +165,25 @@ def find_fault(fused: FusedExperts, arrays: Arrays, errors: Errors, stock: Error
     if not errors.largest <= limit:
         return f"a largest error of {errors.largest:.2g}, mlx-lm's operations {stock.largest:.2g}"
     x, slots = random_call(fused.geometry, SLOTS, 5, 3)
-    plain = fused(arrays, x, slots)
     sick = mx.where(mx.arange(5)[:, None] == 2, mx.array(float("nan"), x.dtype), x)
-    y = fused(arrays, sick, slots)
-    if not mx.isnan(y[2]).all().item() or not _same_rows(y, plain, [0, 1, 3, 4]):
-        return "NaN of one token is lost, or reaches another"
     gone = mx.array([[0, 0, 0], [ABSENT, 0, 0], [0, 0, 0], [0, SLOTS, 0], [0, 0, 0]], mx.uint32)
-    y = fused(arrays, x, mx.where(gone > 0, gone, slots))
-    expected = mx.where((gone > 0)[..., None], mx.array(0, plain.dtype), plain)
-    if not mx.array_equal(y, expected).item():
-        return "a missing slot is not left out"
+    table = (mx.arange(SLOTS, dtype=mx.uint32) + 3) % SLOTS
+    for weights in (None, random_weights(slots, x.dtype)):
+        plain = fused(arrays, x, slots, weights)
+        y = fused(arrays, sick, slots, weights)
+        if not mx.isnan(y[2]).all().item() or not _same_rows(y, plain, [0, 1, 3, 4]):
+            return "NaN of one token is lost, or reaches another"
+        y = fused(arrays, x, mx.where(gone > 0, gone, slots), weights)
+        if weights is None:
+            expected = mx.where((gone > 0)[..., None], mx.array(0, plain.dtype), plain)
+        else:
+            there = Weights(mx.where(gone > 0, mx.array(0, x.dtype), weights.scores), True)
+            expected = fused(arrays, x, slots, there)
+        if not mx.array_equal(y, expected).item():
+            return "a missing slot is not left out"
+    y = fused(arrays, x, slots, weights, table)
+    if not mx.array_equal(y, fused(arrays, x, table[slots], weights)).item():
+        return "slots are not looked up right"
     return ""
 
 
@@ -163,19 +193,28 @@ def _same_rows(a: mx.array, b: mx.array, rows: list[int]) -> bool:
 
 def time_ways(
     geometry: Geometry, arrays: Arrays, ways: Sequence[Experts], tokens: int, top_k: int = 8,
-    rounds: int = 5,
+    rounds: int = 5, weighted: bool = True,
 ) -> list[float]:  # fmt: skip
-    """Seconds of one call of each way: medians over rounds in which they take turns."""
+    """Seconds of one call of each way: medians over rounds in which they take turns.
+
+    Args:
+        weighted: with the weighted sum over a token's experts.
+    """
     slots = next(iter(arrays.values())).shape[0]
-    calls = [random_call(geometry, slots, tokens, min(top_k, slots), i) for i in range(CHAIN)]
+    calls = []
+    for i in range(CHAIN):
+        x, chosen = random_call(geometry, slots, tokens, min(top_k, slots), i)
+        calls.append((x, chosen, random_weights(chosen, x.dtype, seed=i) if weighted else None))
+    mx.eval([w.scores for _, _, w in calls if w is not None])
     seconds: list[list[float]] = [[] for _ in ways]
     for i in range(rounds + 1):  # the first warms up
         for way, found in zip(ways, seconds, strict=True):
             mx.synchronize()
             start = time.perf_counter()
             x = calls[0][0]
-            for _, chosen in calls:
-                x = way(arrays, x, chosen)[:, 0]
+            for _, chosen, weights in calls:
+                y = way(arrays, x, chosen, weights)
+                x = y if weighted else y[:, 0]
             mx.eval(x)
             if i:
                 found.append((time.perf_counter() - start) / CHAIN)
@@ -215,8 +254,14 @@ class Verdict:
         return best
 
 
-def self_test(fused: FusedExperts, stock: Experts, activation: nn.Module) -> Verdict:
-    """Compare the kernels with the reference and with `stock`, and time both."""
+def self_test(
+    fused: FusedExperts, stock: Experts, activation: nn.Module, weighted: bool = True
+) -> Verdict:
+    """Compare the kernels with the reference and with `stock`, and time both.
+
+    Args:
+        weighted: time them with the weighted sum.
+    """
     g = fused.geometry
     arrays = random_experts(g, SLOTS)
     mine, theirs = measure_errors(g, activation, arrays, [fused, stock])
@@ -225,7 +270,7 @@ def self_test(fused: FusedExperts, stock: Experts, activation: nn.Module) -> Ver
     arrays = random_experts(g, SLOTS, seed=1)
     speedup = {}
     for tokens in () if fault else TIMED_TOKENS:
-        quick, slow = time_ways(g, arrays, [fused, stock], tokens)
+        quick, slow = time_ways(g, arrays, [fused, stock], tokens, weighted=weighted)
         speedup[tokens] = slow / quick
     return Verdict(fault, mine.rms, theirs.rms, speedup)
 
@@ -236,19 +281,81 @@ def try_launch(fused: FusedExperts) -> None:
     arrays = random_experts(g, 1)
     for top_k in (1, 8):  # MLX gives inputs of fewer than 8 numbers another type on Metal
         x, slots = random_call(g, 1, 1, top_k)
-        mx.eval(fused(arrays, x, slots))
+        mx.eval(fused(arrays, x, slots), fused(arrays, x, slots, random_weights(slots, g.dtype)))
+
+
+# ---- routers -------------------------------------------------------------------------------------
+
+
+def route_operations(router: FusedRouter) -> Callable[[mx.array], tuple[mx.array, mx.array]]:
+    """What `router` computes, by the operations of mlx-lm's blocks."""
+    k = router.top_k
+
+    def route(logits: mx.array) -> tuple[mx.array, mx.array]:
+        gates = logits if router.by_logits else mx.softmax(logits, axis=-1, precise=True)
+        if router.last:
+            ids = mx.argpartition(gates, kth=-k, axis=-1)[..., -k:]
+        else:
+            ids = mx.argpartition(-gates, kth=k - 1, axis=-1)[..., :k]
+        scores = mx.take_along_axis(gates, ids, axis=-1)
+        if router.by_logits:
+            return ids, mx.softmax(scores, axis=-1, precise=True)
+        return ids, scores / scores.sum(axis=-1, keepdims=True) if router.norm else scores
+
+    return route
+
+
+def router_fault(router: FusedRouter) -> str:
+    """What is wrong with a router's kernel on this machine, or ""."""
+    tokens, count, k = 5, router.experts, router.top_k
+    order = mx.argsort(mx.random.uniform(shape=(tokens, count), key=mx.random.key(3)), axis=-1)
+    logits = (order.astype(mx.float32) - count / 2) * (16 / count)  # no two of them near
+    p = mx.softmax(logits, axis=-1)
+    expected = mx.sort(mx.argsort(-logits, axis=-1)[:, :k], axis=-1)
+    weights = mx.take_along_axis(p, expected, axis=-1)
+    if router.norm:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    ids, scores = router(logits)
+    place = mx.argsort(ids, axis=-1)
+    if not mx.array_equal(mx.take_along_axis(ids, place, axis=-1), expected).item():
+        return "the router's kernel chooses other experts"
+    if not mx.allclose(mx.take_along_axis(scores, place, axis=-1), weights, 1e-5, 0.0).item():
+        return "the router's kernel gives other weights"
+    if not mx.isnan(router(mx.where(order == 0, mx.nan, logits))[1]).all().item():
+        return "the router's kernel loses NaN"
+    return ""
+
+
+def time_router(router: FusedRouter, rounds: int = 5) -> float:
+    """How many times as fast as mlx-lm's operations it is, for one token."""
+    shape = (CHAIN, 1, router.experts)
+    tokens = list(mx.random.normal(shape, key=mx.random.key(4)).astype(mx.bfloat16))
+    mx.eval(tokens)
+    ways: list[Callable[[mx.array], tuple[mx.array, mx.array]]] = [router, route_operations(router)]
+    seconds: list[list[float]] = [[], []]
+    for i in range(rounds + 1):  # the first warms up
+        for way, found in zip(ways, seconds, strict=True):
+            mx.synchronize()
+            start = time.perf_counter()
+            last = mx.zeros((1, 1), mx.bfloat16)
+            for logits in tokens:  # each waits for the one before
+                last = way(logits + 0 * last[:, :1])[1]
+            mx.eval(last)
+            if i:
+                found.append(time.perf_counter() - start)
+    return statistics.median(seconds[1]) / statistics.median(seconds[0])
 
 
 def usual_geometries() -> dict[str, tuple[Geometry, nn.Module]]:
     """Experts that many people run: name -> (geometry, activation)."""
     out: dict[str, tuple[Geometry, nn.Module]] = {}
-    for name, hidden, ffn, bits, group, activation, bias in (
-        ("Qwen3-30B-A3B, 4 bits", 2048, 768, 4, 64, SwiGLU(), False),
-        ("Qwen3-30B-A3B, 2 bits", 2048, 768, 2, 64, SwiGLU(), False),
-        ("Qwen3-235B-A22B, 4 bits", 4096, 1536, 4, 64, SwiGLU(), False),
-        ("gpt-oss, 4 bits", 2880, 2880, 4, 32, SwigluOAI(), True),
+    for name, hidden, ffn, bits, group, mode, activation, bias in (
+        ("Qwen3-30B-A3B, 4 bits", 2048, 768, 4, 64, "affine", SwiGLU(), False),
+        ("Qwen3-30B-A3B, 2 bits", 2048, 768, 2, 64, "affine", SwiGLU(), False),
+        ("Qwen3-235B-A22B, 4 bits", 4096, 1536, 4, 64, "affine", SwiGLU(), False),
+        ("gpt-oss, mxfp4", 2880, 2880, 4, 32, "mxfp4", SwigluOAI(), True),
     ):
         text, how = activation_text(activation, True) or "", (bits, group)
-        geometry = Geometry(hidden, ffn, True, text, how, how, bias, bias, mx.bfloat16)
+        geometry = Geometry(hidden, ffn, True, text, how, how, bias, bias, mx.bfloat16, mode)
         out[name] = (geometry, activation)
     return out

@@ -1,9 +1,9 @@
 """StreamingSwitchGLU and StreamingSwitchMLP: mlx-lm's switch layers over a SharedExpertCache.
 
 Same call, same result: `(x [..., D], indices [..., k]) -> [..., k, D]`. Top-k, weights and sum stay
-with the model's own block. The arithmetic is that of `mlx_lm.models.switch_layers`, operation for
-operation, with slot numbers in place of expert numbers. MLX is all that is imported, so that these
-layers serve models of other libraries too.
+with the model's own block, unless kernels are to compute them (blocks.py). The arithmetic is that
+of `mlx_lm.models.switch_layers`, operation for operation, with slot numbers in place of expert
+numbers. MLX is all that is imported, so that these layers serve models of other libraries too.
 """
 
 import functools
@@ -18,7 +18,8 @@ import numpy as np
 from ..cache.bookkeeping import Arrays
 from ..cache.experts import SharedExpertCache
 from ..device import using_mlx
-from ..kernels.experts import FusedExperts
+from ..kernels.experts import FusedExperts, Weights
+from ..kernels.route import FusedRouter
 from .lookahead import Predictor
 
 # mlx-lm sorts the rows by expert from this many (token, expert) pairs on.
@@ -115,6 +116,7 @@ class _StreamingSwitch(nn.Module):
         self._trials = HITS_FIRST_TRIALS
         self.has_zero_experts = False  # then `expect` is called before each call
         self.fused: FusedExperts | None = None  # kernels in the place of mlx-lm's operations
+        self.router: FusedRouter | None = None  # the same, of the block around
         self.bet((), hits_first=True)
         self._set_true_indices(None)
 
@@ -148,8 +150,11 @@ class _StreamingSwitch(nn.Module):
         """
         self._set_true_indices(indices)
 
-    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, indices: mx.array, weights: Weights | None = None) -> mx.array:
         """x [..., D], indices [..., k] (any integer type, in [0, E)) -> [..., k, D].
+
+        Args:
+            weights: return their sum [..., D] instead.
 
         Raises:
             ExpertReadError, CheckpointChangedError: the bytes of an expert could not be read.
@@ -161,14 +166,15 @@ class _StreamingSwitch(nn.Module):
             self._cache.trace(self._layer, np.array(indices if true is None else true))
         arrays = self._cache.resident(self._layer)
         if arrays is not None:
-            return self.in_one(arrays, x, indices)
+            return self.in_one(arrays, x, indices, weights)
         if self._cache.defer is not None:
             self._set_true_indices(None)
             ids_of = indices if true is None else true
-            if (y := self._cache.defer(self, self._layer, x, indices, ids_of)) is not None:
+            y = self._cache.defer(self, self._layer, x, indices, ids_of, weights)
+            if y is not None:
                 return y
         if indices.size < SORT_FROM and true is None:
-            return self._few(x, indices)
+            return self._few(x, indices, weights)
         self._set_true_indices(None)
         ids = np.array(indices if true is None else true)  # the one host read of a layer
         with self._cache.lock:
@@ -180,23 +186,32 @@ class _StreamingSwitch(nn.Module):
             stats.calls += 1
             stats.waves += len(waves)
             if len(waves) > 1:
-                return next(self.in_waves([(x, ids)], waves))
+                y = next(self.in_waves([(x, ids)], waves))
+                return y if weights is None else weights.sum(y)
             self._cache.claim(self._layer, waves[0])
             slots = mx.array(self._cache.table(self._layer)[ids].astype(np.uint32))
-            y = self.in_one(self._cache.arrays(self._layer), x, slots)
+            y = self.in_one(self._cache.arrays(self._layer), x, slots, weights)
             if ids.size >= SORT_FROM:
                 mx.eval(y)  # large: holding it would cost memory, and a sync is nothing here
             else:
                 self._cache.hold(y)
             return y
 
-    def _few(self, x: mx.array, indices: mx.array) -> mx.array:
+    def weighted(self, x: mx.array, indices: mx.array, scores: mx.array, cast: bool) -> mx.array:
+        """`(self(x, indices) * scores[..., None]).sum(axis=-2)` [..., D], for blocks.py."""
+        return self(x, indices, Weights(scores, cast))
+
+    def routes(self, logits: mx.array) -> bool:
+        """Whether `router` takes these logits, for blocks.py."""
+        return self.router is not None and not self.training and self.router.fits(logits)
+
+    def _few(self, x: mx.array, indices: mx.array, weights: Weights | None) -> mx.array:
         """A few rows: what decoding does."""
         cache, layer, shape = self._cache, self._layer, indices.shape
         if cache.is_complete(layer):
             with cache.lock:
                 if cache.is_complete(layer):
-                    y = self.by_lookup(x, indices, cache.lookup(layer))
+                    y = self.by_lookup(x, indices, cache.lookup(layer), weights)
                     cache.saw_later(layer, indices)
                     cache.hold(y)
                     return y
@@ -209,11 +224,13 @@ class _StreamingSwitch(nn.Module):
             mx.eval(indices, *[experts for _, experts in predicted])
         ids = flat(indices.tolist(), shape)  # the one host read of a layer
         bets = [(i, flat(experts.tolist(), experts.shape)) for i, experts in predicted]
-        return self.with_ids(x, ids, shape, bets)
+        return self.with_ids(x, ids, shape, bets, weights)
 
-    def by_lookup(self, x: mx.array, indices: mx.array, lookup: mx.array) -> mx.array:
+    def by_lookup(
+        self, x: mx.array, indices: mx.array, lookup: mx.array, weights: Weights | None = None
+    ) -> mx.array:
         """The host does not look: slots come from a table [E] in the graph, right or wrong."""
-        return self.in_one(self._cache.arrays(self._layer), x, mx.take(lookup, indices))
+        return self.in_one(self._cache.arrays(self._layer), x, indices, weights, lookup)
 
     def with_ids(
         self,
@@ -221,6 +238,7 @@ class _StreamingSwitch(nn.Module):
         ids: list[int],
         shape: tuple[int, ...],
         bets: Sequence[tuple[int, list[int]]],
+        weights: Weights | None = None,
     ) -> mx.array:
         """A few rows whose experts the host knows.
 
@@ -240,16 +258,17 @@ class _StreamingSwitch(nn.Module):
                 array = np.array(ids).reshape(shape)
                 waves = cache.waves(layer, array)
                 stats.waves += len(waves)
-                return next(self.in_waves([(x, array)], waves))
+                y = next(self.in_waves([(x, array)], waves))
+                return y if weights is None else weights.sum(y)
             stats.waves += 1
             slots, coming = claimed
             try:
                 for i, experts in bets:
                     cache.prefetch(i, experts)
                 if coming:
-                    y = self._in_two(x, ids, slots, coming, shape)
+                    y = self._in_two(x, ids, slots, coming, shape, weights)
                 else:
-                    y = self.in_one(cache.arrays(layer), x, _shaped(slots, shape))
+                    y = self.in_one(cache.arrays(layer), x, _shaped(slots, shape), weights)
             finally:
                 cache.finish_few()
             cache.hold(y)
@@ -262,14 +281,19 @@ class _StreamingSwitch(nn.Module):
         slots: list[int],
         coming: Collection[int],
         shape: tuple[int, ...],
+        weights: Weights | None,
     ) -> mx.array:
         """One token, of whose experts some are still being read: compute the others meanwhile."""
         arrays = self._cache.arrays(self._layer)
+        every = _shaped(slots, shape)
+        fused = self._fused_for(x, every) if weights is not None else None
         first = [i for i, e in enumerate(ids) if e not in coming]
         last = [i for i, e in enumerate(ids) if e in coming]
 
         def compute(places: Sequence[int]) -> mx.array:
             chosen = _shaped([slots[i] for i in places], (*shape[:-1], len(places)))
+            if fused is not None:  # the kernel that weighs and adds up needs all of them
+                return fused.first(arrays, x, chosen)
             return self.in_one(arrays, x, chosen)
 
         parts = [compute(first)]
@@ -280,28 +304,54 @@ class _StreamingSwitch(nn.Module):
         for at, i in enumerate(first + last):
             back[i] = at
         y = mx.take(mx.concatenate(parts, axis=-2), mx.array(back, mx.uint32), axis=-2)
+        if fused is not None:
+            y = fused.second(arrays, y, every, weights)
+        elif weights is not None:
+            y = weights.sum(y)
         if self._trials:
             # Kernels may add up in another order for another number of rows (MLX's on CUDA do).
-            whole = compute(range(len(ids)))
+            whole = self.in_one(arrays, x, every, weights)
             if not mx.array_equal(y, whole).item():
                 self._hits_first = False
                 return whole
             self._trials -= 1
         return y
 
-    def in_one(self, arrays: Arrays, x: mx.array, indices: mx.array) -> mx.array:
-        """As mlx-lm's SwitchGLU.__call__."""
-        if self.fused is not None and not self.training and self.fused.fits(x, indices):
-            return self.fused(arrays, x, indices)
+    def _fused_for(self, x: mx.array, indices: mx.array) -> FusedExperts | None:
+        """The kernels, if they compute this call."""
+        fused = self.fused
+        usable = fused is not None and not self.training and fused.fits(x, indices)
+        return fused if usable else None
+
+    def in_one(
+        self,
+        arrays: Arrays,
+        x: mx.array,
+        indices: mx.array,
+        weights: Weights | None = None,
+        lookup: mx.array | None = None,
+    ) -> mx.array:
+        """As mlx-lm's SwitchGLU.__call__; then the weighted sum, if there are weights.
+
+        Args:
+            indices: rows of the arrays; with `lookup` [E], experts, whose rows are in there.
+        """
+        if (fused := self._fused_for(x, indices)) is not None:
+            return fused(arrays, x, indices, weights, lookup)
+        if lookup is not None:
+            indices = mx.take(lookup, indices)
         x = mx.expand_dims(x, (-2, -3))
         in_order = indices.size >= SORT_FROM
-        if not in_order:
-            return self._experts(arrays, x, indices, False).squeeze(-2)
-        rows = indices.flatten()
-        order = mx.argsort(rows)  # what one expert computes, side by side
-        x = x.flatten(0, -3)[order // indices.shape[-1]]
-        x = self._experts(arrays, x, rows[order], True)
-        return mx.unflatten(x[mx.argsort(order)], 0, indices.shape).squeeze(-2)
+        if in_order:
+            rows = indices.flatten()
+            order = mx.argsort(rows)  # what one expert computes, side by side
+            x = x.flatten(0, -3)[order // indices.shape[-1]]
+            x = self._experts(arrays, x, rows[order], True)
+            x = mx.unflatten(x[mx.argsort(order)], 0, indices.shape)
+        else:
+            x = self._experts(arrays, x, indices, False)
+        y = x.squeeze(-2)
+        return y if weights is None else weights.sum(y)
 
     def in_waves(
         self,

@@ -1,0 +1,212 @@
+"""Blocks that leave the weighted sum and the routing to kernels: what is recognised, and that the
+exchanged text computes what mlx-lm's own does."""
+
+import sys
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from conftest import STREAMED, resident, same_bits
+from mlx_lm.models.qwen3_moe import Qwen3MoeSparseMoeBlock
+from test_exact import logits_of
+
+import smoe_mlx
+from smoe_mlx.kernels.choose import KernelChooser
+from smoe_mlx.kernels.experts import Weights
+from smoe_mlx.kernels.route import FusedRouter
+from smoe_mlx.kernels.selftest import route_operations
+from smoe_mlx.layers.blocks import recognise
+from smoe_mlx.load import load_model
+
+ROUTED = {
+    "jamba", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_next",
+    "qwen3_5", "qwen3_5_moe",
+}  # fmt: skip
+# These say it in other words, or do something else.
+LEFT_ALONE = {
+    "Klear", "bailing_moe", "deepseek_v41", "gemma4", "gemma4_text", "hunyuan", "llama4",
+    "longcat_flash", "longcat_flash_ngram",
+}  # fmt: skip
+
+
+class Operations:
+    """In the place of FusedExperts: it takes no call, so that all is computed by operations."""
+
+    def fits(self, x, slots):
+        return False
+
+
+class OperationsRouter(FusedRouter):
+    """In the place of a router's kernel: the same by mlx-lm's operations."""
+
+    calls = 0
+
+    def fits(self, logits):
+        return logits.shape[-1] == self.experts
+
+    def __call__(self, logits):
+        OperationsRouter.calls += 1
+        return route_operations(self)(logits)
+
+
+@pytest.fixture
+def operations(monkeypatch):
+    """Every layer is said to use kernels."""
+    weighted, sums = [], []
+    choose = lambda self, geometry, stock, activation, is_weighted: (  # noqa: E731
+        weighted.append(is_weighted) or Operations()
+    )
+    add_up = Weights.sum
+    monkeypatch.setattr(KernelChooser, "choose", choose)
+    monkeypatch.setattr(KernelChooser, "choose_router", lambda self, *a: OperationsRouter(*a))
+    monkeypatch.setattr(Weights, "sum", lambda self, y: sums.append(1) or add_up(self, y))
+    monkeypatch.setattr(OperationsRouter, "calls", 0)
+    return weighted, sums
+
+
+@pytest.mark.parametrize("arch", STREAMED)
+def test_exchanged_text_changes_no_bit(arch, tiny, operations):
+    folder = tiny(arch, "affine")
+    expected = logits_of(resident(folder), 5)
+    weighted, sums = operations
+    for slots in (1.0, 0.5):
+        config = smoe_mlx.StreamingConfig(slots=slots, kernels="fused")
+        model = load_model(folder, config=config)[0]
+        for a, b in zip(logits_of(model, 5), expected, strict=True):
+            assert same_bits(a, b)
+    assert all(w == (arch not in LEFT_ALONE) for w in weighted)
+    assert bool(sums) == (arch not in LEFT_ALONE)
+    assert bool(OperationsRouter.calls) == (arch in ROUTED)
+
+
+def test_stock_leaves_blocks_alone(tiny, monkeypatch):
+    monkeypatch.setattr(sys.modules["smoe_mlx.load"], "recognise", None)  # not called
+    model = load_model(tiny("qwen3_moe", "affine"), config=smoe_mlx.StreamingConfig())[0]
+    blocks = [m for _, m in model.named_modules() if isinstance(m, Qwen3MoeSparseMoeBlock)]
+    assert blocks
+    assert all(type(block) is Qwen3MoeSparseMoeBlock for block in blocks)
+
+
+class Block(nn.Module):
+    def __call__(self, x, inds, scores):
+        y = self.switch_mlp(x, inds)  # (comments and line breaks do not matter)
+        y = (y * scores[..., None]).sum(axis=-2).astype(y.dtype)
+        return y  # fmt: skip
+
+
+class StaysWide(Block):
+    def __call__(self, x, inds, scores):
+        out = self.switch_mlp(x, inds)
+        return (out * scores[..., None]).sum(axis=-2)
+
+
+class AnotherAxis(Block):
+    def __call__(self, x, inds, scores):
+        y = self.switch_mlp(x, inds)
+        y = (y * scores[..., None]).sum(axis=-1)
+        return y
+
+
+class SomethingBetween(Block):
+    def __call__(self, x, inds, scores):
+        y = self.switch_mlp(x, inds)
+        y = y + 1
+        y = (y * scores[..., None]).sum(axis=-2)
+        return y
+
+
+class AnotherName(Block):
+    def __call__(self, x, inds, scores):
+        y = self.switch_mlp(x, inds)
+        z = (y * scores[..., None]).sum(axis=-2)
+        return z + y.mean(axis=-2)
+
+
+class Twice(Block):
+    def __call__(self, x, inds, scores):
+        y = self.switch_mlp(x, inds)
+        y = (y * scores[..., None]).sum(axis=-2)
+        x = self.switch_mlp(y, inds)
+        x = (x * scores[..., None]).sum(axis=-2)
+        return x
+
+
+class Inherits(Block):
+    def __call__(self, x, inds, scores):
+        y = self.switch_mlp(x, inds)
+        y = (y * scores[..., None]).sum(axis=-2)
+        return super().__call__(y, inds, scores)
+
+
+class InSteps(Block):
+    def __call__(self, x, inds, scores):
+        x = self.switch_mlp(x, inds)
+        x = x * mx.expand_dims(scores, axis=-1)
+        y = x.sum(axis=-2)
+        return y
+
+
+class InStepsAndUsed(Block):
+    def __call__(self, x, inds, scores):
+        x = self.switch_mlp(x, inds)
+        x = x * mx.expand_dims(scores, axis=-1)
+        y = x.sum(axis=-2)
+        return y + x.mean()
+
+
+class RoutesElsewhere(Block):
+    """As qwen3_moe, but that the probabilities are used again."""
+
+    def __call__(self, x):
+        gates = self.gate(x)
+        gates = mx.softmax(gates, axis=-1, precise=True)
+
+        k = self.top_k
+        inds = mx.argpartition(gates, kth=-k, axis=-1)[..., -k:]
+        inds = mx.stop_gradient(inds)
+        scores = mx.take_along_axis(gates, inds, axis=-1)
+        if self.norm_topk_prob:
+            scores /= mx.sum(scores, axis=-1, keepdims=True)
+
+        y = self.switch_mlp(x, inds)
+        y = (y * scores[..., None]).sum(axis=-2)
+        return y + gates.sum()
+
+
+class Switch(nn.Module):
+    """Experts that give each place something else, in bfloat16."""
+
+    def __call__(self, x, inds):
+        return (x[..., None, :] * (inds[..., None] + 1)).astype(mx.bfloat16)
+
+    def weighted(self, x, inds, scores, cast):
+        return Weights(scores, cast).sum(self(x, inds))
+
+
+@pytest.mark.parametrize("kind", [Block, StaysWide, InSteps])
+def test_types_stay(kind):
+    x, inds = mx.random.normal((2, 3, 8)), mx.random.randint(0, 9, (2, 3, 4))
+    scores = mx.random.normal((2, 3, 4))
+    block = kind()
+    block.switch_mlp = Switch()
+    expected = block(x, inds, scores)
+    block.__class__ = recognise(kind, "switch_mlp").kind
+    assert type(block) is not kind
+    assert same_bits(block(x, inds, scores), expected)
+
+
+def test_what_is_recognised():
+    for kind in (Block, StaysWide, InSteps, RoutesElsewhere):
+        found = recognise(kind, "switch_mlp")
+        assert found.routing is None
+        assert issubclass(found.kind, kind)
+    for kind in (AnotherAxis, SomethingBetween, AnotherName, Twice, Inherits, InStepsAndUsed):
+        assert recognise(kind, "switch_mlp") is None
+    assert recognise(Block, "experts") is None  # it calls another module
+    assert recognise(nn.Linear, "switch_mlp") is None
+    made_of_no_file = type("Block", (nn.Module,), {"__call__": eval("lambda self, x: x")})
+    assert recognise(made_of_no_file, "switch_mlp") is None
+    found = recognise(Qwen3MoeSparseMoeBlock, "switch_mlp")
+    assert (found.routing.by_logits, found.routing.norm, found.routing.last) == (
+        False, "norm_topk_prob", True,
+    )  # fmt: skip
