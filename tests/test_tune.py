@@ -142,6 +142,8 @@ def test_what_pays_is_said():
     taken = [t for t in found.tried.values() if t.taken]
     assert {"direct", 16, 2} <= {v for t in taken for v in t.change.values()}
     assert found.tried["io", str({"io": "direct"})].speedup == pytest.approx(1 / 0.7)
+    verdicts = {t.verdict for t in found.tried.values()}
+    assert verdicts == {"taken", "does not pay"}
 
 
 def test_where_all_experts_are_in_memory_nothing_about_reading_is_tried():
@@ -180,7 +182,23 @@ def test_one_lucky_turn_is_no_reason():
         calls.append(s.slots)
         return 0.5 if s.slots == 400 and calls.count(400) == 1 else 1.0
 
-    assert search(lucky)[0].best.slots == 800
+    found, _ = search(lucky)
+    assert found.best.slots == 800
+    assert found.tried["slots", str({"slots": 400})].verdict == "does not pay"
+
+
+def test_what_turns_differ_by_may_be_chance():
+    verdicts = []
+    for seed in range(20):
+        shaken = random.Random(seed)
+
+        def shaky(s: Setting, shaken=shaken) -> float:  # a tenth is nothing where a half is usual
+            return (0.9 if s.threads == 4 else 1.0) * shaken.choice((1.0, 1.2, 1.4, 1.6))
+
+        found, _ = search(shaky, turns=300)
+        verdicts += [t.verdict for t in found.tried.values()]
+    assert verdicts.count("taken") < len(verdicts) / 100
+    assert verdicts.count("may be chance") > len(verdicts) / 4
 
 
 # ---- what is remembered --------------------------------------------------------------------------
