@@ -126,6 +126,11 @@ def test_a_larger_cache_is_not_always_better():
     assert found.speedup == pytest.approx(cliff(Setting(800)) / cliff(found.best))
 
 
+def test_the_search_looks_between_the_sizes_it_began_with():
+    found, _ = search(lambda s: 2 - s.slots / TOTAL + 5 * (s.slots > 660))
+    assert found.best.slots == 650
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_what_does_not_pay_is_not_taken_and_said(noise):
     found, _ = search(flat, noise=noise)
