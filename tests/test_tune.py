@@ -126,6 +126,11 @@ def test_a_larger_cache_is_not_always_better():
     assert found.speedup == pytest.approx(cliff(Setting(800)) / cliff(found.best))
 
 
+def test_the_search_looks_between_the_sizes_it_began_with():
+    found, _ = search(lambda s: 2 - s.slots / TOTAL + 5 * (s.slots > 660))
+    assert found.best.slots == 650
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_what_does_not_pay_is_not_taken_and_said(noise):
     found, _ = search(flat, noise=noise)
@@ -142,6 +147,8 @@ def test_what_pays_is_said():
     taken = [t for t in found.tried.values() if t.taken]
     assert {"direct", 16, 2} <= {v for t in taken for v in t.change.values()}
     assert found.tried["io", str({"io": "direct"})].speedup == pytest.approx(1 / 0.7)
+    verdicts = {t.verdict for t in found.tried.values()}
+    assert verdicts == {"taken", "does not pay"}
 
 
 def test_where_all_experts_are_in_memory_nothing_about_reading_is_tried():
@@ -180,7 +187,23 @@ def test_one_lucky_turn_is_no_reason():
         calls.append(s.slots)
         return 0.5 if s.slots == 400 and calls.count(400) == 1 else 1.0
 
-    assert search(lucky)[0].best.slots == 800
+    found, _ = search(lucky)
+    assert found.best.slots == 800
+    assert found.tried["slots", str({"slots": 400})].verdict == "does not pay"
+
+
+def test_what_turns_differ_by_may_be_chance():
+    verdicts = []
+    for seed in range(20):
+        shaken = random.Random(seed)
+
+        def shaky(s: Setting, shaken=shaken) -> float:  # a tenth is nothing where a half is usual
+            return (0.9 if s.threads == 4 else 1.0) * shaken.choice((1.0, 1.2, 1.4, 1.6))
+
+        found, _ = search(shaky, turns=300)
+        verdicts += [t.verdict for t in found.tried.values()]
+    assert verdicts.count("taken") < len(verdicts) / 100
+    assert verdicts.count("may be chance") > len(verdicts) / 4
 
 
 # ---- what is remembered --------------------------------------------------------------------------

@@ -38,8 +38,7 @@ from .tuned import OPTIONS, Tuned, remember
 
 SECONDS = 120.0
 MARGIN = 0.03  # by which another setting has to be faster to be taken
-ROUNDS = 5  # turns of each of the last two
-FEWEST_ROUNDS, WINS = 3, 0.8  # before anything is taken; the share of them that it has to win
+ROUNDS, FEWEST_ROUNDS = 4, 3  # that the last one has to win; where the time is over before
 BUSY = 1.25  # turns of one setting differ by so much: the machine does other things
 HOPELESS = 1.5  # times slower in the first turn: no second one
 CONFIRMING = 0.2  # of the time is for the best setting against the defaults
@@ -109,6 +108,12 @@ class Tried:
     turns: int
     taken: bool
 
+    @property
+    def verdict(self) -> str:
+        if self.taken:
+            return "taken"
+        return "does not pay" if self.speedup < 1 + MARGIN else "may be chance"
+
 
 class NoTimeError(Exception):
     """The time for measuring is over."""
@@ -118,10 +123,10 @@ class NoTimeError(Exception):
 class Search:
     """Finds the fastest setting by successive halving, one coordinate after the other.
 
-    In each race the settings take turns; the slower half has no further ones. One is taken if it
-    wins nearly all of its turns against the best setting's in the same round, in the median by more
-    than `MARGIN`, and by more than the best setting's own turns differ. Coordinates are gone
-    through until none changes any more.
+    In each race the settings take turns; the slower half has no further ones. The last one has to
+    win `ROUNDS` new rounds against the best setting (those before chose it, and some luck with it),
+    in the median by more than `MARGIN`, and by more than the best setting's own turns differ.
+    Coordinates are gone through until none changes any more.
 
     Args:
         measure: seconds a token in a turn with this setting. It raises `NoTimeError` when the time
@@ -178,23 +183,28 @@ class Search:
         best = self.best
         others = {s: c for c in reversed(changes) if (s := replace(best, **c)) != best}
         turns: dict[Setting, list[float]] = {best: [], **{s: [] for s in others}}
-        alive = list(others)
+        alive, won = list(others), 0
         try:
             for i in itertools.count():
-                if not alive or (i >= ROUNDS and len(alive) == 1):
+                if not alive or won == ROUNDS:
                     break
+                alone = len(alive) == 1
                 # A cache that is made smaller is at once what it would have been all the time; one
                 # that is made larger has to be filled first: from many slots to few.
                 order = sorted([best, *alive], key=lambda s: -s.slots)
                 order = order[::-1] if i % 2 and name != SLOTS else order
                 for setting in order:
                     turns[setting].append(self.measure(setting))
+                if alone:
+                    alive = [s for s in alive if turns[s][-1] < turns[best][-1]]
+                    won += len(alive)
+                    continue
                 alive.sort(key=lambda s: _ratio(turns[s], turns[best]))
                 least = HOPELESS if i == 0 else 1 + MARGIN
                 alive = [s for s in alive if _ratio(turns[s], turns[best]) < least]
                 alive = alive[: max(1, math.ceil(len(alive) / 2))]
         finally:
-            self._judge(name, best, others, turns, alive)
+            self._judge(name, best, others, turns, alive if won >= FEWEST_ROUNDS else [])
 
     def _judge(
         self,
@@ -202,9 +212,9 @@ class Search:
         best: Setting,
         others: dict[Setting, dict[str, Any]],
         turns: dict[Setting, list[float]],
-        alive: Sequence[Setting],
+        winner: Sequence[Setting],
     ) -> None:
-        """Take what is fastest by what is known, which may be less than a whole race."""
+        """Take the winner if it is faster by enough, and keep what is known of the others."""
         if not turns[best]:
             return
         ratios = {s: _ratio(turns[s], turns[best]) for s in others if turns[s]}
@@ -213,14 +223,10 @@ class Search:
             low, _, high = statistics.quantiles(turns[best], n=4)
             self.spreads.append(high / low)
             margin = max(MARGIN, 1 - low / high)
-        first = min(
-            (s for s in ratios if s in alive and _wins(turns[s], turns[best])),
-            key=ratios.__getitem__,
-            default=best,
-        )
-        if ratios.get(first, 1.0) < 1 - margin:
-            self.best = first
-            self.speedup /= ratios[first]
+        for s in winner:
+            if ratios[s] < 1 - margin:
+                self.best = s
+                self.speedup /= ratios[s]
         for s, change in others.items():
             if s in ratios:
                 result = Tried(name, change, 1 / ratios[s], len(turns[s]), s == self.best)
@@ -235,11 +241,6 @@ class Search:
 def _ratio(mine: Sequence[float], base: Sequence[float]) -> float:
     """The median over the rounds of seconds against the other's in the same round."""
     return statistics.median(a / b for a, b in zip(mine, base, strict=False))
-
-
-def _wins(mine: Sequence[float], base: Sequence[float]) -> bool:
-    rounds = [a < b for a, b in zip(mine, base, strict=False)]
-    return len(rounds) >= FEWEST_ROUNDS and sum(rounds) >= WINS * len(rounds)
 
 
 # ---- the turns -----------------------------------------------------------------------------------
@@ -434,8 +435,7 @@ class Tuning:
             if t.name == SLOTS:
                 continue
             what = ", ".join(f"{k}={v}" for k, v in t.change.items())
-            verdict = "taken" if t.taken else "does not pay"
-            lines.append(f"{what:<36}{t.speedup:>7.2f}x{t.turns:>7}  {verdict}")
+            lines.append(f"{what:<36}{t.speedup:>7.2f}x{t.turns:>7}  {t.verdict}")
         ended = f"; {self.ended}, so not all was tried" if self.ended else ""
         lines += ["", f"{self.turns} turns in {self.seconds:.0f} s{ended}"]
         if self.spread > BUSY:
