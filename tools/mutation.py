@@ -39,8 +39,8 @@ RESULTS = ROOT / "docs" / "reliability"
 PACKAGES = [f"src/smoe_mlx/{name}" for name in ("store", "cache", "layers")]
 TESTS = [  # of small parts first
     "policy", "cuda", "probe", "files", "lookahead", "cache", "switch", "slots", "bets", "hot",
-    "resize", "reader", "safetensors", "vault", "hostile", "mixed", "quantisation", "load", "prefill",
-    "optimistic", "kernels", "doctor", "exact", "faults",
+    "resize", "reader", "safetensors", "vault", "hostile", "mixed", "quantisation", "load",
+    "prefill", "optimistic", "kernels", "doctor", "exact", "faults",
 ]  # fmt: skip
 SEED, SAMPLE, CONTROLS = 9, 320, 3
 
