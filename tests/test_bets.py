@@ -252,6 +252,37 @@ def test_a_demand_goes_before_bets():
     g.streamer.stop()
 
 
+def test_bets_leave_half_of_the_threads_to_demands():
+    lock, ends = threading.Lock(), threading.Event()
+    counts = {"now": 0, "most": 0}
+
+    def read_one(read):
+        with lock:
+            counts["now"] += 1
+            counts["most"] = max(counts.values())
+        ends.wait(0.01)
+        with lock:
+            counts["now"] -= 1
+
+    streamer = Streamer(read_one, threads=4)
+    demand = Reading(range(4))
+    streamer.add(demand)  # all threads are there
+    assert len(streamer.threads) == 4
+    demand.quiet()
+    streamer.forget(demand)
+    deadline = time.time() + 10
+    for _ in range(2):
+        counts["most"] = 0
+        bets = [Reading(range(3), bet=True) for _ in range(4)]
+        for bet in bets:
+            streamer.add(bet)
+        while not all(bet.done for bet in bets):
+            assert time.time() < deadline
+            time.sleep(0.001)
+        assert 1 <= counts["most"] <= 2
+    streamer.stop()
+
+
 def test_a_bet_that_is_promoted_overtakes_others():
     g = Gated()
     first, second = g.add("1"), g.add("2")
