@@ -362,6 +362,33 @@ def test_bets_evict_nothing_that_the_claim_needs(model):
     assert [b.reading.bet for b in cache._bank_of[1].bets.values()] == [True]  # demands go first
 
 
+def test_bets_that_landed_before_their_layer_count_when_it_is_known_who_was_needed(model):
+    cache = make(model, slots_a=6)
+    decode(cache, 0, [0], bets=[(1, [2, 3])])
+    cache.land(1)
+    cache.land(1)  # nothing is left to wait for
+    bytes_are_right(model, cache, 1, [2, 3], cache.table(1)[[2, 3]])
+    layer, bets = cache.stats.layers[1], cache.stats.bets
+    assert (layer.hits, layer.misses, layer.missed_calls, bets.used, bets.wasted) == (0,) * 5
+    for _ in range(2):
+        assert cache.saw(1, [2, 2], cache.lookup(1))
+    assert (layer.hits, layer.misses, layer.calls, layer.waves) == (1, 1, 2, 2)
+    assert (bets.issued, bets.used, bets.wasted) == (2, 1, 1)
+
+
+def test_a_bet_that_cannot_be_read_is_given_up_when_it_lands(model):
+    cache = make(model, slots_a=6)
+    decode(cache, 0, [0])
+    model.reader.fail = ExpertReadError(errno.EIO, "injected")
+    decode(cache, 0, [0], bets=[(1, [2])])
+    cache.land(1)
+    assert not cache._bank_of[1].bets
+    cache.check()
+    model.reader.fail = None
+    decode(cache, 1, [2])
+    model.assert_in_slots(cache, 1, [2])
+
+
 def test_wrong_bets_give_their_slots_back(model):
     cache = make(model, slots_a=4)
     decode(cache, 0, [0], bets=[(1, [1, 2])])

@@ -112,6 +112,8 @@ def test_a_vault_opens_with_its_layouts(tmp_path):
         assert [(x.path, x.num_experts) for x in vault.layouts] == [("a.b", 2), ("a.c", 1)]
         assert vault.layouts[0].tensors == SPECS
         assert vault.layouts[0].offsets.tolist() == [[16384, 32768], [20480, 36864]]
+        assert vault.layouts[1].offsets.tolist() == [[49152]]
+        assert vault.layouts[1].checksums.tolist() == [zlib.crc32(b"\x65" * 24)]
         for i in range(3):
             vault.verify_record(i)
 
