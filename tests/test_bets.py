@@ -376,6 +376,31 @@ def test_bets_that_landed_before_their_layer_count_when_it_is_known_who_was_need
     assert (bets.issued, bets.used, bets.wasted) == (2, 1, 1)
 
 
+def test_a_resize_forgets_who_landed(model):
+    cache = make(model, slots_a=6)
+    decode(cache, 0, [0], bets=[(1, [2])])
+    cache.land(1)
+    cache.resize([5, 3])
+    decode(cache, 1, [2])
+    hits = cache.stats.layers[1].hits
+    assert cache.saw(1, [2], cache.lookup(1))
+    assert (cache.stats.layers[1].hits, cache.stats.bets.used) == (hits + 1, 0)
+
+
+def test_a_layer_that_never_needs_what_was_bet_on_is_not_bet_on(model):
+    cache = make(model, slots_a=8)
+    decode(cache, 0, [0])
+    for _ in range(40):
+        if cache.may_bet(1):
+            decode(cache, 0, [0], bets=[(1, [2])])
+            land(cache)
+        decode(cache, 1, [0, 1, 3])
+        decode(cache, 0, [1, 2, 3, 4])
+    assert cache.stats.bets.used == 0
+    assert cache.stats.bets.issued < 35
+    assert cache._judges[0].score == 1.0
+
+
 def test_a_bet_that_cannot_be_read_is_given_up_when_it_lands(model):
     cache = make(model, slots_a=6)
     decode(cache, 0, [0])
