@@ -252,6 +252,29 @@ def test_a_demand_goes_before_bets():
     g.streamer.stop()
 
 
+def test_nothing_of_a_reading_that_is_quiet_is_read_any_more():
+    reading = Reading(["a", "b", "c"])
+    assert not reading.begun
+    assert reading.take() == "a"
+    assert reading.begun
+    assert not reading.done
+    ended = []
+
+    def end():
+        time.sleep(0.01)
+        ended.append(True)
+        reading.taken_is_done(None)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    reading.quiet()
+    assert ended, "came back while a thread was reading"
+    thread.join()
+    assert reading.done
+    assert reading.take() is None
+    assert reading.error is None
+
+
 def test_bets_leave_half_of_the_threads_to_demands():
     lock, ends = threading.Lock(), threading.Event()
     counts = {"now": 0, "most": 0}
