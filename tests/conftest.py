@@ -128,7 +128,7 @@ def corrupt_expert(folder: Path, expert: int) -> None:
 def interrupt_at_line(n: int, action: Callable[[], object], *sources: str) -> str | None:
     """Run `action` with KeyboardInterrupt at the n-th line of these files or folders.
 
-    Returns where it came; None if there are fewer lines.
+    Returns where it came; None if there are fewer lines. Nothing may swallow it.
     """
     lines, where = 0, None
 
@@ -152,10 +152,11 @@ def interrupt_at_line(n: int, action: Callable[[], object], *sources: str) -> st
     try:
         action()
     except KeyboardInterrupt:
-        pass
+        return where
     finally:
         sys.settrace(before)
-    return where
+    assert where is None, f"the interrupt at {where} was swallowed"
+    return None
 
 
 class SlowReader(ExpertReader):

@@ -32,7 +32,7 @@ from test_cache import CACHE, COUNTS, Model, held_sum
 
 from smoe_mlx import ExpertReadError, StreamingConfig, stats
 from smoe_mlx.cache.bank import SlotBank
-from smoe_mlx.cache.bets import TRY_EVERY, Judge
+from smoe_mlx.cache.bets import TRY_EVERY, WEIGHT, Judge
 from smoe_mlx.cache.experts import SharedExpertCache
 from smoe_mlx.generate import generate_step
 from smoe_mlx.layers.lookahead import make_predictor
@@ -252,6 +252,60 @@ def test_a_demand_goes_before_bets():
     g.streamer.stop()
 
 
+def test_nothing_of_a_reading_that_is_quiet_is_read_any_more():
+    reading = Reading(["a", "b", "c"])
+    assert not reading.begun
+    assert reading.take() == "a"
+    assert reading.begun
+    assert not reading.done
+    ended = []
+
+    def end():
+        time.sleep(0.01)
+        ended.append(True)
+        reading.taken_is_done(None)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    reading.quiet()
+    assert ended, "came back while a thread was reading"
+    thread.join()
+    assert reading.done
+    assert reading.take() is None
+    assert reading.error is None
+
+
+def test_bets_leave_half_of_the_threads_to_demands():
+    lock, ends = threading.Lock(), threading.Event()
+    counts = {"now": 0, "most": 0}
+
+    def read_one(read):
+        with lock:
+            counts["now"] += 1
+            counts["most"] = max(counts.values())
+        ends.wait(0.01)
+        with lock:
+            counts["now"] -= 1
+
+    streamer = Streamer(read_one, threads=4)
+    demand = Reading(range(4))
+    streamer.add(demand)  # all threads are there
+    assert len(streamer.threads) == 4
+    demand.quiet()
+    streamer.forget(demand)
+    deadline = time.time() + 10
+    for _ in range(2):
+        counts["most"] = 0
+        bets = [Reading(range(3), bet=True) for _ in range(4)]
+        for bet in bets:
+            streamer.add(bet)
+        while not all(bet.done for bet in bets):
+            assert time.time() < deadline
+            time.sleep(0.001)
+        assert 1 <= counts["most"] <= 2
+    streamer.stop()
+
+
 def test_a_bet_that_is_promoted_overtakes_others():
     g = Gated()
     first, second = g.add("1"), g.add("2")
@@ -329,6 +383,58 @@ def test_bets_evict_nothing_that_the_claim_needs(model):
     bytes_are_right(model, cache, 0, [0, 1], slots)
     assert cache.stats.bets.issued == 1
     assert [b.reading.bet for b in cache._bank_of[1].bets.values()] == [True]  # demands go first
+
+
+def test_bets_that_landed_before_their_layer_count_when_it_is_known_who_was_needed(model):
+    cache = make(model, slots_a=6)
+    decode(cache, 0, [0], bets=[(1, [2, 3])])
+    cache.land(1)
+    cache.land(1)  # nothing is left to wait for
+    bytes_are_right(model, cache, 1, [2, 3], cache.table(1)[[2, 3]])
+    layer, bets = cache.stats.layers[1], cache.stats.bets
+    assert (layer.hits, layer.misses, layer.missed_calls, bets.used, bets.wasted) == (0,) * 5
+    for _ in range(2):
+        assert cache.saw(1, [2, 2], cache.lookup(1))
+    assert (layer.hits, layer.misses, layer.calls, layer.waves) == (1, 1, 2, 2)
+    assert (bets.issued, bets.used, bets.wasted) == (2, 1, 1)
+
+
+def test_a_resize_forgets_who_landed(model):
+    cache = make(model, slots_a=6)
+    decode(cache, 0, [0], bets=[(1, [2])])
+    cache.land(1)
+    cache.resize([5, 3])
+    decode(cache, 1, [2])
+    hits = cache.stats.layers[1].hits
+    assert cache.saw(1, [2], cache.lookup(1))
+    assert (cache.stats.layers[1].hits, cache.stats.bets.used) == (hits + 1, 0)
+
+
+def test_a_layer_is_judged_by_each_of_its_bets_once(model):
+    cache = make(model, slots_a=8)
+    decode(cache, 0, [0], bets=[(1, [2])])
+    land(cache)
+    decode(cache, 1, [0])
+    decode(cache, 1, [1])
+    assert cache._judges[1].score == pytest.approx(1 - WEIGHT)
+    decode(cache, 0, [0], bets=[(1, [3])])
+    land(cache)
+    decode(cache, 1, [3])
+    assert cache._judges[1].score == pytest.approx(1 - WEIGHT + WEIGHT * WEIGHT)
+    assert [cache._judges[i].score for i in (0, 2)] == [1, 1]
+
+
+def test_a_bet_that_cannot_be_read_is_given_up_when_it_lands(model):
+    cache = make(model, slots_a=6)
+    decode(cache, 0, [0])
+    model.reader.fail = ExpertReadError(errno.EIO, "injected")
+    decode(cache, 0, [0], bets=[(1, [2])])
+    cache.land(1)
+    assert not cache._bank_of[1].bets
+    cache.check()
+    model.reader.fail = None
+    decode(cache, 1, [2])
+    model.assert_in_slots(cache, 1, [2])
 
 
 def test_wrong_bets_give_their_slots_back(model):

@@ -204,6 +204,19 @@ def scattered(tmp_path):
     checkpoint.close()
 
 
+def test_the_reads_of_an_expert_name_what_they_read(model):
+    layout, buffers = model.layouts[1], [memoryview(bytearray(60)), memoryview(bytearray(6))]
+    for (file, offset, buffer, label), tensor, b in zip(
+        layout.reads(2, buffers), layout.tensors, buffers, strict=True
+    ):
+        name = f"1.{tensor.name}"
+        info = model.checkpoint.tensors[name][1]
+        assert (file, offset, buffer) == (0, info.offset + 2 * tensor.nbytes, b)
+        assert label == (tensor.name, "expert 2", "layers.1")
+    with pytest.raises(ValueError, match="shorter"):
+        list(layout.reads(2, buffers[:1]))
+
+
 def test_layout_and_cache_take_a_tensor_an_expert_from_several_files(scattered):
     sources = {("up", "weight"): [f"e.{e}.w" for e in range(3)]}
     layout = layout_from_checkpoint(scattered, "layers.0", 3, sources)

@@ -603,6 +603,27 @@ def test_an_interrupt_at_any_line_neither_hangs_nor_leaves_a_read_under_way(monk
     reader.close()
 
 
+def test_a_reading_of_another_process_is_never_finished(one_file):
+    reader = ExpertReader([one_file], threads=1)
+    reading = reader.reading([request(*p) for p in far_apart])
+    reading.pid += 1  # begun by a parent, whose threads are not here
+    with pytest.raises(ExpertReadError, match="when the process forked"):
+        reader.finish(reading)
+    assert reader.stats.reads == 0
+    read_and_check(reader, [one_file], far_apart)
+    reader.close()
+
+
+def test_nothing_is_started_once_a_reader_is_closed(one_file):
+    reader = ExpertReader([one_file], threads=1)
+    reading = reader.reading([request(*p) for p in far_apart], bet=True)
+    reader.close()
+    reader.start(reading)
+    assert not reading.queued
+    with pytest.raises(ExpertReadError, match="this model was closed; load it again"):
+        reader.finish(reading)
+
+
 # ---- past the page cache -------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import tracemalloc
 import weakref
 from pathlib import Path
@@ -234,6 +235,12 @@ def test_a_tensor_named_twice_is_refused_by_name(tmp_path):
 def test_a_key_named_twice_inside_a_tensor_is_refused(tmp_path):
     text = b'{"w": {"dtype": "U8", "shape": [4], "shape": [4], "data_offsets": [0, 4]}}'
     assert_refused(write_raw(tmp_path / "f", text, DATA), "'shape'")
+
+
+def test_every_dtype_has_the_bits_that_its_name_says():
+    bits = {name: int(re.search(r"\d+", name)[0]) for name in DTYPE_BITS if name != "BOOL"}
+    assert bits | {"BOOL": 8} == DTYPE_BITS
+    assert len(bits) > 20
 
 
 @pytest.mark.parametrize("second", [(0, 4), (3, 7), (1, 5)])

@@ -7,6 +7,7 @@ from conftest import SlowReader, same_bits
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from smoe_mlx.cache.experts import SharedExpertCache
+from smoe_mlx.cache.slots import SETTLE_EVERY
 from smoe_mlx.layers.switch import (
     HITS_FIRST_TRIALS,
     Projection,
@@ -166,6 +167,21 @@ def test_what_is_no_expert_is_not_read(pair):
     assert cache.stats.misses == 2
     assert cache.stats.layers[0].calls == 1
     assert same_bits(switch(x, given), expected)  # the next call has routing of its own
+
+
+def test_outputs_are_held_until_they_are_evaluated_and_not_for_ever(pair):
+    cache, switch = pair.streamed(3)
+    for zero_experts in (False, True):
+        for n in range(3 * SETTLE_EVERY):
+            x, ids = tokens(1, seed=n)
+            if zero_experts:
+                switch.expect(ids)
+            y = switch(x, ids)
+            assert cache._pending[-1] is y
+            assert len(cache._pending) <= SETTLE_EVERY
+    cache.settle()
+    switch(*tokens(40))  # as large as this, it is evaluated at once
+    assert not cache._pending
 
 
 def test_zero_experts_stand_for_one_that_is_there_anyway(pair):

@@ -107,11 +107,20 @@ def test_every_byte_of_a_small_vault(tmp_path):
     assert data == bytes(expected)
 
 
+def test_the_table_begins_at_a_multiple_of_8():
+    for n in range(8):
+        plan = plan_vault([("a", 1, SPECS)], {"id": "0" * n})
+        assert len(plan.header) % 8 == 0
+        assert json.loads(plan.header)["id"] == "0" * n
+
+
 def test_a_vault_opens_with_its_layouts(tmp_path):
     with Vault(small_vault(tmp_path / "v.smoe")) as vault:
         assert [(x.path, x.num_experts) for x in vault.layouts] == [("a.b", 2), ("a.c", 1)]
         assert vault.layouts[0].tensors == SPECS
         assert vault.layouts[0].offsets.tolist() == [[16384, 32768], [20480, 36864]]
+        assert vault.layouts[1].offsets.tolist() == [[49152]]
+        assert vault.layouts[1].checksums.tolist() == [zlib.crc32(b"\x65" * 24)]
         for i in range(3):
             vault.verify_record(i)
 
