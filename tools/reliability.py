@@ -166,12 +166,12 @@ def show_tests(figures: dict[str, Any]) -> list[str]:
         *(f"Skipped: {reason}" for reason in reasons),
         "",
         *prose("""
-            Faults: EIO, ENOSPC, short reads, an early end, seconds of waiting, a disk that goes
-            away in the middle of a read, failing syncs; while loading, in prompts, in each way to
-            decode, while prewarming, shattering, verifying, saving and reading sessions and usage.
-            On real file systems and block devices (`test_devices.py`), and with every call of
-            Python's (`test_faults.py`), which adds EAGAIN, replaced and removed files, no memory,
-            no threads, no descriptors and interrupts."""),
+            Faults: EIO, EINTR, EAGAIN, ENOSPC, short reads, an early end, seconds of waiting, a
+            disk that goes away in the middle of a read, failing syncs; while loading, in prompts,
+            in each way to decode, while prewarming, shattering, verifying, saving and reading
+            sessions and usage. On real file systems and block devices (`test_devices.py`), and with
+            every call of Python's (`test_faults.py`), which adds replaced and removed files, no
+            memory, no threads, no descriptors and interrupts."""),
     ]
 
 
