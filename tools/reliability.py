@@ -78,7 +78,7 @@ def run_fuzz() -> dict[str, Any]:
 def fuzz_figures(log: str) -> dict[str, int]:
     """What libFuzzer said at its end."""
     runs, seconds = re.findall(r"Done (\d+) runs in (\d+) second", log)[-1]
-    edges = re.findall(r"cov: (\d+)", log)[-1]
+    edges = ["0", *re.findall(r"cov: (\d+)", log)][-1]  # none where the code is another library's
     return {"runs": int(runs), "seconds": int(seconds), "edges": int(edges), "crashes": 0}
 
 
