@@ -91,6 +91,7 @@ READING = ["load", "prefill", *MODES[1:4], "prewarm", "shatter", "verify", "sess
 WRITING = ["shatter to", "session", "usage"]
 CELLS = [
     *((p, f) for p in READING for f in ("EIO", "end", "short", "slow", "vanish")),
+    *((p, f) for p in ("load", "exact", "verify", "shatter") for f in ("EINTR", "EAGAIN")),
     *((p, f) for p in WRITING for f in ("EIO", "ENOSPC", "fsync", "slow", "vanish")),
 ]
 TELLS_NOTHING = {("session", "fsync")}  # a session is not synced: its checksum tells if it is whole
@@ -120,8 +121,8 @@ def begin(fault, fs, writes, after):
             fs.start()
 
         return plug_in_again
-    else:
-        fs.fail(operation, fault, after=after)
+    else:  # an interrupted call is made again, for ever if need be
+        fs.fail(operation, fault, after=after, times=3 if fault == "EINTR" else -1)
     return fs.heal
 
 
@@ -176,7 +177,7 @@ def test_a_failing_disk_is_told_and_forgiven(phase, fault, disk, tmp_path, expec
     steps.close()
 
     said = "".join([str(error), caplog.text, *(str(w.message) for w in told)])
-    if fault in ("short", "slow") or (phase, fault) in TELLS_NOTHING:
+    if fault in ("short", "slow", "EINTR") or (phase, fault) in TELLS_NOTHING:
         assert error is None
         assert not told
         assert got in ([], expected)
