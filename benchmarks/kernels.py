@@ -1,7 +1,7 @@
 """Are the expert kernels right on this GPU, how fast are they, and what does a whole model gain?
 
     python benchmarks/kernels.py
-    python benchmarks/kernels.py --sweep --model /tmp/bench/moe12 --seconds 450 --json kernels.json
+    python benchmarks/kernels.py --sweep --model /tmp/bench/moe12 --seconds 470 --json kernels.json
 
 1. Errors against a float32 reference, those of mlx-lm's own operations beside them, with NaN and
    missing slots tried, for many geometries and activations; the routers.

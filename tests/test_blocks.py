@@ -195,8 +195,37 @@ def test_types_stay(kind):
     assert same_bits(block(x, inds, scores), expected)
 
 
+class RoutesTwice(Block):
+    """Softmax of softmax: no router of ours."""
+
+    def __call__(self, x):
+        gates = mx.softmax(self.gate(x), axis=-1, precise=True)
+        gates = mx.softmax(gates, axis=-1, precise=True)
+        k = self.top_k
+        inds = mx.stop_gradient(mx.argpartition(-gates, kth=k - 1, axis=-1)[..., :k])
+        scores = mx.take_along_axis(gates, inds, axis=-1)
+        scores = mx.softmax(scores, axis=-1, precise=True)
+        y = self.switch_mlp(x, inds)
+        y = (y * scores[..., None]).sum(axis=-2)
+        return y
+
+
+class TakesOthers(Block):
+    """Chosen by one thing, weighed by another."""
+
+    def __call__(self, x, bias):
+        gates = self.gate(x)
+        gates = mx.softmax(gates, axis=-1, precise=True)
+        k = self.top_k
+        inds = mx.stop_gradient(mx.argpartition(-bias, kth=k - 1, axis=-1)[..., :k])
+        scores = mx.take_along_axis(gates, inds, axis=-1)
+        y = self.switch_mlp(x, inds)
+        y = (y * scores[..., None]).sum(axis=-2)
+        return y
+
+
 def test_what_is_recognised():
-    for kind in (Block, StaysWide, InSteps, RoutesElsewhere):
+    for kind in (Block, StaysWide, InSteps, RoutesElsewhere, RoutesTwice, TakesOthers):
         found = recognise(kind, "switch_mlp")
         assert found.routing is None
         assert issubclass(found.kind, kind)

@@ -29,67 +29,35 @@ IN_STEPS = re.compile(  # gpt-oss
 )
 
 
-class Routing(NamedTuple):
-    """What a text chooses experts by: `FusedRouter`'s arguments, and what the block calls them."""
+ROUTING = re.compile(
+    r"(?:^    (?P<p>\w+) = mx\.softmax\((?P<logits>\w+), axis=(?P<axis>-1|1), precise=True\)\n)?"
+    r"^    k = self\.(?P<top_k>\w+)\n"
+    r"    (?P<ids>\w+) = (?:"
+    r"mx\.argpartition\((?P<last>\w+), kth=-k, axis=-1\)\[\.\.\., -k:\]\n"
+    r"    (?P=ids) = mx\.stop_gradient\((?P=ids)\)\n"
+    r"|mx\.stop_gradient\("
+    r"mx\.argpartition\(-(?P<first>\w+), kth=k - 1, axis=-1\)\[\.\.\., :k\]\)\n)"
+    r"    (?P<scores>\w+) = mx\.take_along_axis\((?P<of>\w+), (?P=ids), axis=-1\)\n"
+    r"(?P<then>    (?P=scores) = mx\.softmax\((?P=scores), axis=-1, precise=True\)\n)?"
+    r"(?:    if self\.(?P<norm>\w+):\n        (?P=scores) "
+    r"(?:/=|= (?P=scores) /) (?:mx\.sum\((?P=scores), |(?P=scores)\.sum\()"
+    r"axis=-1, keepdims=True\)\n)?",
+    re.M,
+)
 
-    text: str
-    logits: str
-    result: str
-    top_k: str  # an attribute of the block
+
+class Routing(NamedTuple):
+    """What a block chooses experts by: `FusedRouter`'s arguments, or attributes that hold them."""
+
+    top_k: str
+    norm: str | bool
     by_logits: bool
-    norm: str | bool  # an attribute, or always or never
     last: bool
 
     def arguments(self, block: Any) -> tuple[int, bool, bool, bool]:
         """`FusedRouter`'s, but for the number of experts."""
         norm = bool(getattr(block, self.norm)) if isinstance(self.norm, str) else self.norm
         return getattr(block, self.top_k), self.by_logits, norm, self.last
-
-
-_FROM_THE_END = """
-gates = mx.softmax(gates, axis=-1, precise=True)
-k = self.top_k
-inds = mx.argpartition(gates, kth=-k, axis=-1)[..., -k:]
-inds = mx.stop_gradient(inds)
-scores = mx.take_along_axis(gates, inds, axis=-1)
-if self.norm_topk_prob:
-"""
-ROUTINGS = [
-    Routing(  # qwen3_moe, mellum
-        _FROM_THE_END + "    scores /= mx.sum(scores, axis=-1, keepdims=True)",
-        "gates", "inds, scores", "top_k", False, "norm_topk_prob", True,
-    ),
-    Routing(  # qwen3_next, qwen3_5
-        _FROM_THE_END + "    scores = scores / scores.sum(axis=-1, keepdims=True)",
-        "gates", "inds, scores", "top_k", False, "norm_topk_prob", True,
-    ),
-    Routing(  # qwen2_moe
-        """
-gates = mx.softmax(gates, axis=-1, precise=True)
-k = self.top_k
-inds = mx.stop_gradient(mx.argpartition(-gates, kth=k - 1, axis=-1)[..., :k])
-scores = mx.take_along_axis(gates, inds, axis=-1)""",
-        "gates", "inds, scores", "top_k", False, False, False,
-    ),
-    Routing(  # olmoe
-        """
-routing_weights = mx.softmax(router_logits, axis=1, precise=True)
-k = self.top_k
-indices = mx.stop_gradient(mx.argpartition(-routing_weights, kth=k - 1, axis=-1)[..., :k])
-scores = mx.take_along_axis(routing_weights, indices, axis=-1)
-if self.norm_topk_prob:
-    scores = scores / scores.sum(axis=-1, keepdims=True)""",
-        "router_logits", "indices, scores", "top_k", False, "norm_topk_prob", False,
-    ),
-    Routing(  # mixtral, jamba
-        """
-k = self.num_experts_per_tok
-inds = mx.stop_gradient(mx.argpartition(-gates, kth=k - 1, axis=-1)[..., :k])
-scores = mx.take_along_axis(gates, inds, axis=-1)
-scores = mx.softmax(scores, axis=-1, precise=True)""",
-        "gates", "inds, scores", "num_experts_per_tok", True, True, False,
-    ),
-]  # fmt: skip
 
 
 class Recognised(NamedTuple):
@@ -113,28 +81,36 @@ def recognise(kind: type, switch: str) -> Recognised | None:
         return None
     if not source.startswith("def __call__(") or call.__closure__:
         return None
-    text, routing = ast.unparse(ast.parse(source)), None
     text, count = WEIGHTED.subn(
         lambda m: (
             f"    {m[5]}self.{m[2]}.weighted({m[3]}, {m[4]}, {m[6]}, cast={m[7] is not None})"
         ),
-        text,
+        ast.unparse(ast.parse(source)),
     )
     text, more = IN_STEPS.subn(r"    \5 = self.\2.weighted(x, \3, \4, cast=False)", text)
     if count + more != 1 or f"self.{switch}.weighted(" not in text:
         return None
-    for candidate in ROUTINGS:
-        old = textwrap.indent(candidate.text, "    ") + "\n"
-        before, found, after = text.partition(old)
-        if found and not re.search(rf"\b({candidate.logits}|k)\b", after):
-            routing = candidate
-            text = (
-                f"{before}\n    if self.{switch}.routes({routing.logits}):\n"
-                f"        {routing.result} = self.{switch}.router({routing.logits})\n    else:"
-                f"{textwrap.indent(old, '    ')}{after}"
-            )
-            break
+    text, routing = _exchange_routing(text, switch)
     made: dict[str, Any] = {}
     exec(compile(text, f"<{kind.__module__}.{kind.__qualname__}>", "exec"), call.__globals__, made)
     named = {"__call__": made["__call__"], "__module__": kind.__module__}
     return Recognised(type(kind.__name__, (kind,), named), routing)
+
+
+def _exchange_routing(text: str, switch: str) -> tuple[str, Routing | None]:
+    """The text with a router in the place of its own statements, wherever the router can."""
+    m = ROUTING.search(text)
+    if m is None or (m["p"] is None) == (m["then"] is None) or (m["then"] and m["norm"]):
+        return text, None  # softmax before or after the choice, and weights made 1 but once
+    logits = m["logits"] or m["of"]
+    used_again = re.search(rf"\b({logits}|{m['of']}|k)\b", text[m.end() :])
+    if used_again or not m["of"] == (m["first"] or m["last"]) == (m["p"] or m["of"]):
+        return text, None
+    flat = f" and {logits}.ndim == 2" if m["axis"] == "1" else ""
+    text = (
+        f"{text[: m.start()]}    if self.{switch}.routes({logits}){flat}:\n"
+        f"        {m['ids']}, {m['scores']} = self.{switch}.router({logits})\n    else:\n"
+        f"{textwrap.indent(m[0], '    ')}{text[m.end() :]}"
+    )
+    norm = m["norm"] or m["then"] is not None
+    return text, Routing(m["top_k"], norm, m["p"] is None, m["last"] is not None)
