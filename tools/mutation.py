@@ -88,7 +88,9 @@ def measure(tests: list[str], add: bool) -> None:
         lines = summary["covered_lines"], summary["num_statements"]
         branches = summary["covered_branches"], summary["num_branches"]
         out = {"lines": lines, "branches": branches}
-        return out | {"branch_percent": round(100 * branches[0] / (branches[1] or 1), 1)}
+        return out | {
+            "branch_percent": round(100 * branches[0] / branches[1], 1) if branches[1] else 100.0
+        }
 
     out = {"total": figures(report["totals"])}
     for path, file in sorted(report["files"].items()):
@@ -236,13 +238,15 @@ class Tests:
         self.seconds = json.loads((WORK / "seconds.json").read_text())
 
     def of(self, mutant: Mutant) -> tuple[list[str], float]:
-        """Those of small parts first, the quickest of each file first; and their time."""
+        """Its own first, then those of small parts; the quickest of each file first; their time."""
         by_line = self.data.contexts_by_lineno(str(ROOT / mutant.file))
         found = {t for n in mutant.lines for t in by_line.get(n, ())} - {""}
         if not found:  # it runs when the module is imported
             found = {t for tests in by_line.values() for t in tests} - {""}
         order = {f"tests/test_{name}.py": i for i, name in enumerate(TESTS)}
         chosen, spent = [], 0.0
+        own = f"tests/test_{Path(mutant.file).stem}.py"
+        order[own] = -1
         for t in sorted(
             found & self.seconds.keys(), key=lambda t: (order[t.split("::")[0]], self.seconds[t])
         ):
