@@ -882,6 +882,14 @@ def test_pins_that_fill_most_of_a_bank_leave_waves_of_one(model):
     assert cache.waves(1, np.array([0, 1, 2])) == [[0, 1], [2]]
 
 
+def test_where_no_layer_can_keep_an_expert_they_go_in_the_order_of_their_use(model):
+    cache = model.cache(slots_a=5)
+    claim(cache, 0, [0, 1, 2])
+    cache.keep_most_used(0, np.array([0, 0, 1]))
+    claim(cache, 1, [0, 1, 2])
+    assert in_memory(cache, 0) == {1, 2}
+
+
 # ---- interruptions -------------------------------------------------------------------------------
 
 

@@ -1,14 +1,14 @@
 """How strong the tests of `store`, `cache` and `layers` are: branch coverage, and mutants killed.
 
-    python tools/mutation.py coverage            # about 10 minutes; writes coverage.json
-    python tools/mutation.py mutants             # about an hour; needs the run above
-    python tools/mutation.py mutants --again     # only the survivors of the last run
+    python tools/mutation.py coverage            # writes coverage.json; about 10 minutes
+    python tools/mutation.py mutants             # writes mutation.json; about an hour
+    python tools/mutation.py mutants --again     # the survivors of the last run once more
 
 Needs `pip install coverage` beside the test requirements. A mutant is the library with one small
 change: a comparison, a number, a condition, a call left out. A random sample of them, spread over
-the files by their size, is tried in a copy of the tree: each by the tests that run its line, the
-quickest first, until one fails. Results are in docs/reliability; mutation.md there says why
-survivors change nothing that matters.
+the files by their size, is tried, each by the tests that run its line, those of its own file first,
+until one fails. Results are in docs/reliability; mutation.md there says what is to be said of the
+survivors. A run that is broken off goes on where it was; build/mutation holds what is known.
 """
 
 import argparse
@@ -36,7 +36,8 @@ from _pytest.runner import runtestprotocol
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "mutation"
 RESULTS = ROOT / "docs" / "reliability"
-PACKAGES = [f"src/smoe_mlx/{name}" for name in ("store", "cache", "layers")]
+NAMES = ("store", "cache", "layers")
+PACKAGES = [f"src/smoe_mlx/{name}" for name in NAMES]
 TESTS = [  # of small parts first
     "policy", "cuda", "probe", "files", "lookahead", "cache", "switch", "slots", "bets", "hot",
     "resize", "reader", "safetensors", "vault", "hostile", "mixed", "quantisation", "load",
@@ -84,18 +85,20 @@ def measure(tests: list[str], add: bool) -> None:
     cov.json_report(outfile=str(WORK / "coverage.json"))
     report = json.loads((WORK / "coverage.json").read_text())
 
-    def figures(summary):
-        lines = summary["covered_lines"], summary["num_statements"]
-        branches = summary["covered_branches"], summary["num_branches"]
-        out = {"lines": lines, "branches": branches}
-        return out | {"branch_percent": round(100 * branches[0] / (branches[1] or 1), 1)}
+    names = ("covered_lines", "num_statements", "covered_branches", "num_branches")
 
-    out = {"total": figures(report["totals"])}
-    for path, file in sorted(report["files"].items()):
+    def figures(files):
+        *lines, covered, branches = (sum(f["summary"][k] for f in files) for k in names)
+        percent = round(100 * covered / branches, 1) if branches else 100.0
+        return {"lines": lines, "branches": [covered, branches], "branch_percent": percent}
+
+    files = {k.removeprefix("src/smoe_mlx/"): v for k, v in sorted(report["files"].items())}
+    out = {"total": figures(files.values())}
+    for package in NAMES:
+        out[package] = figures([f for k, f in files.items() if k.startswith(package)])
+    for path, file in files.items():
         if file["summary"]["num_statements"] > 1:
-            out[path.removeprefix("src/smoe_mlx/")] = {
-                **figures(file["summary"]), "missing": file["missing_branches"],
-            }  # fmt: skip
+            out[path] = {**figures([file]), "missing": file["missing_branches"]}
     write("coverage.json", out)
 
 
@@ -236,13 +239,15 @@ class Tests:
         self.seconds = json.loads((WORK / "seconds.json").read_text())
 
     def of(self, mutant: Mutant) -> tuple[list[str], float]:
-        """Those of small parts first, the quickest of each file first; and their time."""
+        """Its own first, then those of small parts; the quickest of each file first; their time."""
         by_line = self.data.contexts_by_lineno(str(ROOT / mutant.file))
         found = {t for n in mutant.lines for t in by_line.get(n, ())} - {""}
         if not found:  # it runs when the module is imported
             found = {t for tests in by_line.values() for t in tests} - {""}
         order = {f"tests/test_{name}.py": i for i, name in enumerate(TESTS)}
         chosen, spent = [], 0.0
+        own = f"tests/test_{Path(mutant.file).stem}.py"
+        order[own] = -1
         for t in sorted(
             found & self.seconds.keys(), key=lambda t: (order[t.split("::")[0]], self.seconds[t])
         ):
@@ -283,7 +288,7 @@ class Trial:
                 path.write_text(json.dumps(results, indent=1))
                 seconds = f"{time.time() - start:.0f} s"
                 print(f"{n + 1} {m.key}: {results[m.key] or 'killed'}, {seconds}", file=sys.stderr)
-        report(chosen, results)
+        report([m for m in chosen if m.key in results], results)
         return True
 
     def survives(self, mutant: Mutant) -> str:
