@@ -134,12 +134,16 @@ def in_child(act):
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
 smoe_mlx.plan("demo", slots=0.3)
+in_child(lambda: smoe_mlx.shatter("demo", sys.argv[1] + "0"))
 in_child(lambda: answer(load()))
 model = load()
 in_child(lambda: answer(model))
 in_child(lambda: model(mx.array([[1, 2]])))
 in_child(load)
 in_child(lambda: smoe_mlx.shatter("demo", sys.argv[1]))
+in_child(lambda: smoe_mlx.prewarm(model))
+in_child(lambda: smoe_mlx.resize(model, slots=0.5))
+in_child(lambda: smoe_mlx.verify(sys.argv[1] + "0", "demo"))
 in_child(lambda: in_child(load))
 print(answer(model), flush=True)
 os._exit(0)
@@ -152,11 +156,12 @@ def test_forks(tmp_path):
         [sys.executable, "-c", FORK, tmp_path / "v"], capture_output=True, text=True, timeout=100
     )
     assert out.returncode == 0, out.stderr
-    first, *middle, last = out.stdout.splitlines()
+    vault, first, *middle, last = out.stdout.splitlines()
+    assert vault == f"{tmp_path / 'v'}0"
     assert first == last
     assert first.startswith("[")
     refused = [line for line in middle if line != "None"]
-    assert len(refused) == 5
+    assert len(refused) == 8
     assert all("forked" in line and "spawn" in line for line in refused)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import mlx.nn as nn
 
 from .background import in_background
-from .device import available_nbytes, max_buffer_nbytes
+from .device import available_nbytes, max_buffer_nbytes, using_mlx
 from .errors import SmoeError
 from .machine import memory_pressure
 from .plan import SYSTEM_NBYTES, MemoryPlan, make_plan, plan_banks
@@ -45,6 +45,7 @@ def resize(
         UnsupportedModelError: the model was not loaded by `smoe_mlx.load`.
         BudgetError: it is too little. Nothing has changed then.
     """
+    using_mlx()
     streaming = streaming_of(model)
     assert streaming.shape is not None
     cache = streaming.cache

@@ -13,6 +13,7 @@ import mlx.nn as nn
 from .background import in_background
 from .cache.policy import Key
 from .cache.usage import Usage
+from .device import using_mlx
 from .errors import SmoeError
 from .hub import DEMO, find_model
 from .stats import Streaming, streaming_of
@@ -41,6 +42,7 @@ def prewarm(model: nn.Module, stop: Callable[[], bool] = lambda: False) -> int:
         UnsupportedModelError: the model was not loaded by `smoe_mlx.load`.
         ExpertReadError, CheckpointChangedError: an expert could not be read.
     """
+    using_mlx()
     streaming = streaming_of(model)
     keys = _worth_reading(streaming)
     return streaming.cache.prewarm(itertools.takewhile(lambda _: not stop(), keys))

@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from ..device import using_mlx
 from ..errors import VaultError
 from ..hub import find_model
 from ..skeleton import Switch, build_skeleton
@@ -51,6 +52,7 @@ def verify(
 
 
 def _compare(vault: Vault, folder: Path, trust_remote_code: bool) -> None:
+    using_mlx()
     checkpoint = Checkpoint(folder)
     try:
         if [fingerprint(f) for f in checkpoint.files] != vault.header.get("source"):
