@@ -69,7 +69,7 @@ def test_exchanged_text_changes_no_bit(arch, tiny, operations):
     folder = tiny(arch, "affine")
     expected = logits_of(resident(folder), 5)
     weighted, sums = operations
-    for slots in (1.0, 0.5):
+    for slots in (1.0, 0.5) if arch in ROUTED else (0.5,):
         config = smoe_mlx.StreamingConfig(slots=slots, kernels="fused")
         model = load_model(folder, config=config)[0]
         for a, b in zip(logits_of(model, 5), expected, strict=True):
