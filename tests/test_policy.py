@@ -83,7 +83,7 @@ class ListLFU:
 @pytest.mark.parametrize(("policy", "model"), [(LRU, ListLRU), (LFU, ListLFU)])
 @given(steps=operations)
 @example([("touch", (0, 0)), ("touch", (0, 1)), ("touch", (0, 0)), ("victim", set())])
-@example([("touch", (0, 3)), ("touch", (1, 4)), ("victim", set()), ("victim", {(0, 3)})])
+@example([("touch", (0, 3)), *[("touch", (1, 4))] * 2, ("victim", set()), ("victim", {(0, 3)})])
 def test_a_policy_is_its_model(policy, model, steps):
     mine, plain = policy(), model()
     for name, argument in steps:
