@@ -315,6 +315,7 @@ def test_a_bet_that_is_promoted_overtakes_others():
     g.gate.set()
     g.until(lambda: needed.done)
     assert g.order == ["1", "3"]
+    assert (needed.bet, needed.queued) == (False, True)
     g.streamer.forget(needed)
     g.until(lambda: first.done and second.done)
     assert g.order == ["1", "3", "2"]

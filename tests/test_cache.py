@@ -882,6 +882,16 @@ def test_pins_that_fill_most_of_a_bank_leave_waves_of_one(model):
     assert cache.waves(1, np.array([0, 1, 2])) == [[0, 1], [2]]
 
 
+def test_hits_of_a_few_ids_are_used_just_now(model):
+    cache = model.cache(slots_a=2)
+    cache._debug = False  # else all claims take the long way
+    claim(cache, 0, [0, 1])
+    with cache.lock:
+        cache.claim_few(0, [0, 0])
+        cache.claim_few(0, [2])
+    assert in_memory(cache, 0) == {0, 2}
+
+
 def test_where_no_layer_can_keep_an_expert_they_go_in_the_order_of_their_use(model):
     cache = model.cache(slots_a=5)
     claim(cache, 0, [0, 1, 2])

@@ -125,6 +125,16 @@ def test_what_is_saved_is_loaded(model, tmp_path, no_warnings):
     assert set(document) == {"format", "version", "model", "weights"}
 
 
+def test_uses_are_saved_though_all_weights_were_just_made_smaller(model, tmp_path, no_warnings):
+    path = tmp_path / "usage.json"
+    usage = Usage(model.layouts, path)
+    usage._unit = 1e100
+    usage.saw([(0, 3)])
+    assert usage.weight((0, 3)) == pytest.approx(1)
+    usage.save()
+    assert json.loads(path.read_bytes())["weights"][0][3] == pytest.approx(1)
+
+
 def test_a_link_that_waits_under_the_temporary_name_is_not_written_through(model, tmp_path):
     """A model's folder may come from a stranger."""
     path, victim = tmp_path / "usage.json", tmp_path / "victim"

@@ -83,6 +83,7 @@ class ListLFU:
 @pytest.mark.parametrize(("policy", "model"), [(LRU, ListLRU), (LFU, ListLFU)])
 @given(steps=operations)
 @example([("touch", (0, 0)), ("touch", (0, 1)), ("touch", (0, 0)), ("victim", set())])
+@example([("touch", (0, 3)), *[("touch", (1, 4))] * 2, ("victim", set()), ("victim", {(0, 3)})])
 def test_a_policy_is_its_model(policy, model, steps):
     mine, plain = policy(), model()
     for name, argument in steps:
@@ -92,7 +93,9 @@ def test_a_policy_is_its_model(policy, model, steps):
             getattr(mine, name)(argument)
             getattr(plain, name)(argument)
         elif (best := plain.best(argument)) is not None:
-            assert same(plain, mine.victim(argument), best)
+            key = mine.victim(argument)
+            assert key not in argument, "what is to be kept must never go"
+            assert same(plain, key, best)
             assert same(plain, mine.victim(argument), best), "it stays until it is discarded"
         else:
             with pytest.raises(LookupError):

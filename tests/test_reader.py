@@ -614,6 +614,26 @@ def test_a_reading_of_another_process_is_never_finished(one_file):
     reader.close()
 
 
+def test_a_read_that_fails_while_it_is_given_up_is_no_error(monkeypatch, one_file):
+    begun, end = threading.Event(), threading.Event()
+
+    def fail(*args):
+        begun.set()
+        end.wait(10)
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    reader = ExpertReader([one_file], threads=1)
+    reading = reader.reading([request(*p) for p in far_apart], bet=True)
+    reader.start(reading)
+    assert begun.wait(10)
+    threading.Timer(0.02, end.set).start()
+    reader.cancel(reading)
+    assert reading.done
+    assert isinstance(reading.error, ExpertReadError)
+    reader.close()
+
+
 def test_nothing_is_started_once_a_reader_is_closed(one_file):
     reader = ExpertReader([one_file], threads=1)
     reading = reader.reading([request(*p) for p in far_apart], bet=True)
