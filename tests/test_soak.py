@@ -19,11 +19,12 @@ def soak():
 
 
 def test_mixed_requests_leave_nothing_behind(soak):
-    report = soak.soak(rounds=2, requests=4, seed=4)
+    report = soak.soak(rounds=2, requests=4, seed=5)
     assert report.compared > 20
     assert report.requests["finished"]
     assert report.requests["failed"]
     assert report.evictions
+    assert report.resizes
 
 
 def test_a_leak_and_a_wrong_expert_are_noticed(soak, monkeypatch):
