@@ -238,13 +238,19 @@ def test_an_interrupt_at_any_line_of_a_hand_over_leaves_no_table_of_what_is_not_
             cache.claim(2, [3])
         cache.pin(1, [2])
 
-        def build(cache=cache):
+        held, settled = threading.Event(), threading.Event()
+
+        def build(cache=cache, held=held, settled=settled):
             cache.hold(lazy_sum(cache, 0, 0) + 1)
+            held.set()
+            settled.wait(10)
 
         thread = threading.Thread(target=build)
         thread.start()
-        thread.join()
+        held.wait(10)
         where = interrupt_at_line(n, cache.settle, CACHE)
+        settled.set()
+        thread.join()
         cache.check()
         for bank in cache._banks:
             for layer, e in bank.owners().values():

@@ -96,9 +96,9 @@ def test_hits_are_computed_while_misses_are_read(pair):
     x, _ = tokens(1)
     seen = []
 
-    def in_one(arrays, x, indices, compute=switch.in_one):
+    def in_one(arrays, x, indices, *rest, compute=switch.in_one):
         seen.append(indices.size)
-        return compute(arrays, x, indices)
+        return compute(arrays, x, indices, *rest)
 
     object.__setattr__(switch, "in_one", in_one)
     for n, (first, ids) in enumerate([([0], [0, 1]), ([1], [2, 1]), ([2, 3], [3, 4])]):
@@ -150,7 +150,7 @@ def test_whoever_traces_or_defers_sees_the_routing(pair):
     cache.defer = lambda *args: deferred.append(args) or (x if len(deferred) == 1 else None)
     assert switch(x, ids) is x
     assert deferred[0][:2] == (switch, 0)
-    assert all(a is b for a, b in zip(deferred[0][2:], (x, ids, ids), strict=True))
+    assert all(a is b for a, b in zip(deferred[0][2:], (x, ids, ids, None), strict=True))
     assert same_bits(switch(x, ids), pair.resident[0](x, ids))  # it left it to the switch
 
 
