@@ -205,7 +205,7 @@ def plot_tuning(tuning: Tuning, path: File = None) -> Any:
         axes.set_xlabel("speed against it (orange: taken)")
     for axes in (left, *right):
         _in_grey(axes)
-        _legend(axes)
+        _legend(axes, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     return _finished(figure, path)
 
 

@@ -430,10 +430,10 @@ class Tuning:
                 f"{p.slots:>7,} ({share:5.1f} %){format_bytes(p.memory):>10}{p.tps:>9.2f} "
                 f"{'#' * round(40 * p.tps / most)}{mark}"
             )
-        lines += ["", f"{'option':<36}{'speed':>8}{'turns':>7}"]
-        for t in self.tried:
-            if t.name == SLOTS:
-                continue
+        options = [t for t in self.tried if t.name != SLOTS]
+        if options:
+            lines += ["", f"{'option':<36}{'speed':>8}{'turns':>7}"]
+        for t in options:
             what = ", ".join(f"{k}={v}" for k, v in t.change.items())
             lines.append(f"{what:<36}{t.speedup:>7.2f}x{t.turns:>7}  {t.verdict}")
         ended = f"; {self.ended}, so not all was tried" if self.ended else ""
