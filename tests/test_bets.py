@@ -750,3 +750,30 @@ def test_a_prediction_is_the_next_gate_on_this_input(tiny):
     a, b = (model.model.layers[i].post_attention_layernorm.weight for i in (0, 1))
     scores = np.array(model.model.layers[1].mlp.gate(x * (b / a)))[0, 0]
     assert set(np.array(predict(x, 3)).ravel()) == set(np.argsort(scores)[-3:])
+
+
+def test_a_bet_goes_with_the_memory_that_it_was_read_into(model):
+    cache = make(model, slots_a=4)
+    decode(cache, 0, [0])
+    with cache.lock:
+        cache.claim_few(0, [0])
+        cache.prefetch(1, [2])
+        cache.finish_few()
+    assert (1, 2) in cache._bank_of[1].bets
+    held, settled = threading.Event(), threading.Event()
+
+    def build():
+        cache.hold(held_sum(model, cache, 0, 0)[0] + 1)
+        held.set()
+        settled.wait(10)
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    held.wait(10)
+    cache.settle()  # the other thread's output may still read: the memory is left to it
+    settled.set()
+    thread.join()
+    assert cache.stats.abandoned == 1
+    assert not cache._bank_of[1].bets
+    decode(cache, 1, [2])
+    everything_is_right(model, cache)
