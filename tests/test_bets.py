@@ -568,17 +568,31 @@ def test_an_interrupt_at_any_line_of_a_resize_leaves_no_table_of_other_memory(mo
     assert n > 60
 
 
+def hand_over(model, cache):
+    """Another thread holds an output that may still read slots: the memory is left to it."""
+    held, settled = threading.Event(), threading.Event()
+
+    def build():
+        cache.hold(held_sum(model, cache, 0, 0)[0] + 1)
+        held.set()
+        settled.wait(10)
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    held.wait(10)
+    cache.settle()
+    settled.set()
+    thread.join()
+    assert cache.stats.abandoned == 1
+
+
 def test_a_claim_whose_end_was_never_waited_for_goes_with_its_memory(model):
     cache = make(model, slots_a=4)
     decode(cache, 0, [0])
     with cache.lock:
         _, coming = cache.claim_few(0, [0, 1], ahead=True)
     assert list(coming) == [1]  # an interrupt came before `finish_few`
-    thread = threading.Thread(target=lambda: cache.hold(held_sum(model, cache, 0, 0)[0] + 1))
-    thread.start()
-    thread.join()
-    cache.settle()  # that cannot be evaluated here: the memory is left to it
-    assert cache.stats.abandoned == 1
+    hand_over(model, cache)
     assert cache.prewarm([(1, 2)]) == 1
     decode(cache, 1, [2])
     everything_is_right(model, cache)
@@ -760,20 +774,7 @@ def test_a_bet_goes_with_the_memory_that_it_was_read_into(model):
         cache.prefetch(1, [2])
         cache.finish_few()
     assert (1, 2) in cache._bank_of[1].bets
-    held, settled = threading.Event(), threading.Event()
-
-    def build():
-        cache.hold(held_sum(model, cache, 0, 0)[0] + 1)
-        held.set()
-        settled.wait(10)
-
-    thread = threading.Thread(target=build)
-    thread.start()
-    held.wait(10)
-    cache.settle()  # the other thread's output may still read: the memory is left to it
-    settled.set()
-    thread.join()
-    assert cache.stats.abandoned == 1
+    hand_over(model, cache)
     assert not cache._bank_of[1].bets
     decode(cache, 1, [2])
     everything_is_right(model, cache)
