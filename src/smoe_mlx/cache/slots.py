@@ -5,6 +5,7 @@ it is evaluated, not when it is built. So a slot is rewritten only after every o
 computed from this cache has been evaluated (`hold`, `_settle`).
 """
 
+import operator
 import threading
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
@@ -23,6 +24,8 @@ from .stats import CacheStats, LayerStats
 from .usage import Usage
 
 SETTLE_EVERY = 8  # outputs that are held before a look at which are evaluated
+
+_ident = operator.attrgetter("ident")
 
 
 class SlotCache:
@@ -440,7 +443,7 @@ class SlotCache:
         that; or they never were, and no other thread can. Or they cannot be evaluated at all.
         """
         others = self._holders - {threading.get_ident()}
-        if others and others & {t.ident for t in threading.enumerate()}:
+        if others and not others.isdisjoint(map(_ident, threading.enumerate())):
             return False
         try:
             mx.eval(self._pending)
