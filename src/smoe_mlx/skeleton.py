@@ -22,15 +22,14 @@ from mlx_lm.utils import _get_classes, load_model
 from .cache.bank import MX_DTYPES
 from .errors import CheckpointError, SmoeError, UnsupportedModelError, VaultError
 from .layers.lookahead import look_up
-from .layers.switch import Projection, quantisation
+from .layers.switch import GLU, KINDS, MLP, Projection, quantisation
 from .model_config import read_config
 from .store.files import mlx_reads
 from .store.layout import ExpertLayout, layout_from_checkpoint
 from .store.safetensors import Checkpoint
 from .store.vault import Vault
 
-PROJECTIONS = {SwitchGLU: ("gate_proj", "up_proj", "down_proj"), SwitchMLP: ("fc1", "fc2")}
-KINDS = ("weight", "scales", "biases", "bias", "global_scale")
+PROJECTIONS = {SwitchGLU: GLU, SwitchMLP: MLP}
 CONVERT = "Make a vault of it first: smoe-mlx shatter MODEL NEW --bits 4, then load NEW."
 
 

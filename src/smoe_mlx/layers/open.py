@@ -12,10 +12,16 @@ from ..store.cuda import make_uploader
 from ..store.layout import ExpertLayout, TensorSpec, layout_from_checkpoint
 from ..store.reader import ExpertReader
 from ..store.safetensors import Checkpoint
-from .switch import Projection, StreamingSwitchGLU, StreamingSwitchMLP, quantisation
+from .switch import (
+    GLU,
+    KINDS,
+    MLP,
+    Projection,
+    StreamingSwitchGLU,
+    StreamingSwitchMLP,
+    quantisation,
+)
 
-PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("fc1", "fc2"))
-KINDS = ("weight", "scales", "biases", "bias", "global_scale")
 FLOATS = ("F32", "F16", "BF16")
 
 
@@ -82,7 +88,7 @@ def open_experts(
 def _layout(checkpoint: Checkpoint, name: str) -> ExpertLayout:
     """Where the experts of one module lie."""
     here = checkpoint.tensors
-    for parts in PROJECTIONS:
+    for parts in (GLU, MLP):
         first = f"{name}.{parts[0]}.weight"
         if first in here and len(here[first][1].shape) == 3:
             break

@@ -28,6 +28,9 @@ SORT_FROM = 64
 HITS_FIRST_TRIALS = 2
 
 
+# The projections of both kinds of experts, and what tensors each may have.
+GLU, MLP = ("gate_proj", "up_proj", "down_proj"), ("fc1", "fc2")
+KINDS = ("weight", "scales", "biases", "bias", "global_scale")
 # (bits, group size) -> the mode of weights whose scales are bytes.
 BYTE_MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
 
