@@ -47,6 +47,7 @@ WAYS = {
     "auto": {},
 }
 SHARES = [1.0, 0.75, 0.5, 0.25, 0.125]
+MOST_TOKENS = 4096  # of one run that is routed by a trace
 TEXT = """\
 When the survey ship came back to the harbour in the spring, nobody on the quay believed that the
 crew had wintered on the ice. They had left with eleven men, a stove, two sledges and a library of
@@ -100,11 +101,16 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true", help="drop files from the page cache")
     parser.add_argument("--io", default=None, help="StreamingConfig.io")
     parser.add_argument("--no-lookahead", action="store_true")
+    parser.add_argument(
+        "--kernels", default="stock", help="StreamingConfig.kernels; other bits than mlx-lm's"
+    )
     parser.add_argument("--trace", type=Path, help="route as this trace (smoe-mlx trace) says")
     parser.add_argument("--json", type=Path, help="write all measurements to this file")
     parser.add_argument("--plot", type=Path, help="write a plot (PNG, SVG or PDF)")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.trace and args.warmup + args.tokens >= MOST_TOKENS:
+        parser.error(f"--trace goes for {MOST_TOKENS} tokens")
     if args.tokens % args.turn:
         parser.error("--tokens must be a multiple of --turn")
     if args.arm:
@@ -133,7 +139,7 @@ def run_arm(args: argparse.Namespace) -> None:
     else:
         share, _, way = args.arm.partition(":")
         share = float(share)
-        names = ("threads", "io", "policy")
+        names = ("threads", "io", "policy", "kernels")
         options = {k: getattr(args, k) for k in names if getattr(args, k) is not None}
         config = smoe_mlx.StreamingConfig(slots=share, **options, **(WAYS[way] if way else {}))
         model, tokenizer = smoe_mlx.load(folder, config=config)
@@ -269,13 +275,18 @@ def route_by_trace(model: object, path: Path, progress: dict[str, int]) -> None:
         kind = type(switch)
         call = kind.__call__
 
-        def routed(indices, at, layer=layer, shift=shift, ratio=ratio, draw=draw):
-            ids = np.array(tokens[layer][(at + shift) % len(tokens[layer])])
-            if indices.size != ids.size:
+        at = np.arange(MOST_TOKENS)
+        ids = np.array(tokens[layer])[(at + shift) % len(tokens[layer])]
+        ids = ids * ratio + draw[at[:, None] // 64 % len(draw), ids]
+        # Where the model computes: what the host makes for each token would have to go there.
+        rows = mx.array(ids.astype(np.int32))
+        mx.eval(rows)
+
+        def routed(indices, at, rows=rows):
+            if indices.size != rows.shape[-1]:
                 return indices  # a prompt, or another top-k
-            ids = ids * ratio + draw[at // 64 % len(draw), ids]
             # Not known before the router's own choice is.
-            return mx.array(ids.astype(np.int32)).reshape(indices.shape) + (indices & 0)
+            return rows[at].reshape(indices.shape) + (indices & 0)
 
         def through(switch, x, indices, call=call, routed=routed):
             return call(switch, x, routed(indices, progress["tokens"]))
@@ -412,10 +423,12 @@ def compare(args: argparse.Namespace) -> None:
         plot(names, runs, args.plot)
     if args.json:
         args.json.write_text(json.dumps({"options": vars(args), "runs": runs}, default=str))
-    hashes = {r["hash"] for name in names for r in runs[name]}
+    alike = names if args.kernels == "stock" else names[1:]
+    hashes = {r["hash"] for name in alike for r in runs[name]}
     if len(hashes) > 1:
         sys.exit("\nthe arms did NOT compute the same: " + ", ".join(sorted(hashes)))
-    print(f"\nall arms computed the same bits ({hashes.pop()})")
+    whose = "all arms" if alike == names else "all arms but mlx-lm"
+    print(f"\n{whose} computed the same bits ({hashes.pop()})")
 
 
 def plot(names: list[str], runs: dict[str, list[dict]], path: Path) -> None:

@@ -43,6 +43,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128, help="tokens of a chunk")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cold", action="store_true", help="drop cached file pages first")
+    parser.add_argument("--io", default="pread", help="StreamingConfig.io")
+    parser.add_argument("--reference", type=Path, help="for mlx-lm, if MODEL is a vault")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="those to run")
     parser.add_argument(
         "--limit", type=float, help="seconds that an arm may take, loading included"
@@ -83,12 +85,13 @@ def run_arm(args: argparse.Namespace, arm: str, tokens: int) -> None:
     folder = find_model(args.model)
     step = mlx_generate_step if arm == "mlx-lm" else generate_step
     if arm == "mlx-lm":
-        model, tokenizer = mlx_lm.load(str(folder))
+        model, tokenizer = mlx_lm.load(str(args.reference or folder))
     else:
         config = smoe_mlx.StreamingConfig(
             slots=1.0 if arm == "resident" else args.slots,
             context=tokens + 1,
             prefill_step=min(args.width, tokens),
+            io=args.io,
         )
         model, tokenizer = smoe_mlx.load(folder, config=config)
         if arm == "chunked":

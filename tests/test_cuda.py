@@ -9,6 +9,7 @@ import pytest
 
 from smoe_mlx.store import cuda
 from smoe_mlx.store.cuda import CudaError, Uploader, address, make_uploader
+from smoe_mlx.store.cuda import Driver as Driver_
 
 PAGE = 4096
 
@@ -70,6 +71,12 @@ class Driver:
         assert nbytes % PAGE == 0
         self.registered[start.value] = nbytes
 
+    def do_cuMemHostAlloc(self, start, nbytes, flags):
+        assert self.current.context == 77
+        assert flags == 3
+        self.kept = (ctypes.c_uint8 * nbytes.value)(*[1] * nbytes.value)
+        start._obj.value = ctypes.addressof(self.kept)
+
     def do_cuMemHostUnregister(self, start):
         del self.registered[start.value]
 
@@ -96,7 +103,9 @@ def upload(uploader, data: bytes) -> bytes:
     assert len(pinned) == len(data)
     pinned[:] = data
     half = len(data) // 2
-    uploader.upload([(half, memoryview(out)[: len(data) - half]), (0, memoryview(out)[-half:])])
+    uploader.copy([(half, memoryview(out)[: len(data) - half])])
+    uploader.copy([(0, memoryview(out)[-half:])])
+    uploader.finish()
     return bytes(out[len(data) - half :] + out[: len(data) - half])
 
 
@@ -153,11 +162,24 @@ def test_one_failed_copy_among_others_is_an_error_after_all_have_ended(driver):
     pinned, out = uploader.pinned(3), bytearray(3)
     pinned[:] = b"abc"
     queue = uploader._copy
-    uploader._copy = lambda *args: queue(*args) or codes.pop(0)
+    uploader._copy = lambda *args: queue(*args) or (codes.pop(0) if codes else 0)
+    uploader.copy([(i, memoryview(out)[i : i + 1]) for i in range(3)])
     with pytest.raises(CudaError, match="copying to the GPU failed with CUDA error 4"):
-        uploader.upload([(i, memoryview(out)[i : i + 1]) for i in range(3)])
+        uploader.finish()
     assert not any(driver.streams.values()), "copies are under way into memory that may be freed"
+    pinned[:] = b"def"
+    uploader.copy([(0, memoryview(out))])
+    uploader.finish()  # the next upload is none the worse for it
+    assert out == b"def"
     uploader.close()
+
+
+def test_pinned_memory_for_good_is_zero(driver):
+    start = Driver_().pinned_for_good(100)
+    assert ctypes.string_at(start, 100) == bytes(100)
+    driver.fails["cuMemHostAlloc"] = 2
+    with pytest.raises(CudaError, match="cuMemHostAlloc failed with CUDA error 2"):
+        Driver_().pinned_for_good(100)
 
 
 def test_closing_when_the_driver_is_gone_raises_nothing(driver):

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import BudgetError, SmoeError, VaultError
+from ..handover import make_handover
 from ..store.layout import ExpertLayout
 from ..store.reader import ExpertReader, ReadRequest
 from .bank import SlotBank
@@ -44,6 +45,7 @@ class SlotCache:
         self.reader = reader
         self.lock = threading.RLock()
         self.stats = CacheStats([LayerStats() for _ in self.layouts])
+        self.handover = make_handover()
         self._device = mx.default_device()
         self.trace: Callable[[int, np.ndarray], None] | None = None
         self.usage: Usage | None = None

@@ -23,10 +23,11 @@ import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from ..cache.experts import SharedExpertCache
+from ..handover import flat
 from ..kernels.experts import Weights
 from ..layers.lookahead import look_up
 from ..layers.mixed import MixedSwitch
-from ..layers.switch import StreamingSwitchGLU, StreamingSwitchMLP, flat
+from ..layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
 from .rollback import alias, remember, restore
 
 Switch = StreamingSwitchGLU | StreamingSwitchMLP
@@ -40,11 +41,11 @@ class _Miss(Exception):
 class _Call:
     """One call of a switch module within the current pass, not verified yet."""
 
-    __slots__ = ("ids", "layer", "lookup", "output", "place", "shape")
+    __slots__ = ("ids", "layer", "lookup", "output", "place", "posted")
 
     def __init__(self, layer: int, place: int, ids: mx.array, lookup: mx.array, output: mx.array):
         self.layer, self.place, self.ids, self.lookup = layer, place, ids, lookup
-        self.output, self.shape = output, ids.shape
+        self.output, self.posted = output, None
 
 
 class _Memo:
@@ -157,9 +158,10 @@ class OptimisticDecoder:
         experts.land(layer)
         lookup = experts.lookup(layer)
         y = switch.by_lookup(x, indices, lookup, weights)
-        self._unverified.append(_Call(layer, self._places_seen - 1, ids, lookup, y))
+        call = _Call(layer, self._places_seen - 1, ids, lookup, y)
+        self._unverified.append(call)
         if self._lag is not None:
-            mx.async_eval(ids)  # type: ignore[no-untyped-call]
+            (call.posted,) = experts.handover.post([ids])
             while len(self._unverified) > self._lag:
                 self._verify()
         return y
@@ -199,7 +201,7 @@ class OptimisticDecoder:
             finally:
                 experts.defer = None
             for c in calls:
-                ids = flat(c.ids.tolist(), c.shape)
+                ids = self._ids_of(c)
                 if not experts.saw(c.layer, ids, c.lookup):
                     table = experts.table(c.layer)
                     missing = [e for e in dict.fromkeys(ids) if table[e] < 0]
@@ -210,19 +212,24 @@ class OptimisticDecoder:
     def _verify(self) -> None:
         """Compare the routing of the first unverified call with the slots that it was given."""
         call = self._unverified.pop(0)
-        ids = flat(call.ids.tolist(), call.shape)
+        ids = self._ids_of(call)
         self._known.append(ids)
         self._places.append(call.place)
         if not self.experts.saw(call.layer, ids, call.lookup):
             raise _Miss
         self.experts.hold(call.output)
 
+    def _ids_of(self, call: _Call) -> list[int]:
+        if call.posted is None:
+            return flat(call.ids.tolist(), call.ids.shape)
+        return self.experts.handover.take(call.posted)
+
     def _take_guesses(self) -> None:
         """What the failed pass would have used later."""
         self._guesses = []
         for call in self._unverified:
             count = self.experts.layouts[call.layer].num_experts
-            ids = flat(call.ids.tolist(), call.shape)
+            ids = self._ids_of(call)
             self._guesses.append((call.layer, [e for e in ids if e < count]))
         self._unverified = []
 

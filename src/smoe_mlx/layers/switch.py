@@ -9,7 +9,6 @@ numbers. MLX is all that is imported, so that these layers serve models of other
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -223,10 +222,9 @@ class _StreamingSwitch(nn.Module):
             for i, predict in self._bets
             if indices.size == shape[-1] and cache.may_bet(i)
         ]
-        if predicted:
-            mx.eval(indices, *[experts for _, experts in predicted])
-        ids = flat(indices.tolist(), shape)  # the one host read of a layer
-        bets = [(i, flat(experts.tolist(), experts.shape)) for i, experts in predicted]
+        # The one host read of a layer.
+        ids, *guesses = cache.handover.read([indices, *[experts for _, experts in predicted]])
+        bets = [(i, experts) for (i, _), experts in zip(predicted, guesses, strict=True)]
         return self.with_ids(x, ids, shape, bets, weights)
 
     def by_lookup(
@@ -271,7 +269,8 @@ class _StreamingSwitch(nn.Module):
                 if coming:
                     y = self._in_two(x, ids, slots, coming, shape, weights)
                 else:
-                    y = self.in_one(cache.arrays(layer), x, _shaped(slots, shape), weights)
+                    rows = cache.handover.array(slots, shape)
+                    y = self.in_one(cache.arrays(layer), x, rows, weights)
             finally:
                 cache.finish_few()
             cache.hold(y)
@@ -287,14 +286,14 @@ class _StreamingSwitch(nn.Module):
         weights: Weights | None,
     ) -> mx.array:
         """One token, of whose experts some are still being read: compute the others meanwhile."""
-        arrays = self._cache.arrays(self._layer)
-        every = _shaped(slots, shape)
+        arrays, array = self._cache.arrays(self._layer), self._cache.handover.array
+        every = array(slots, shape)
         fused = self._fused_for(x, every) if weights is not None else None
         first = [i for i, e in enumerate(ids) if e not in coming]
         last = [i for i, e in enumerate(ids) if e in coming]
 
         def compute(places: Sequence[int]) -> mx.array:
-            chosen = _shaped([slots[i] for i in places], (*shape[:-1], len(places)))
+            chosen = array([slots[i] for i in places], (*shape[:-1], len(places)))
             if fused is not None:  # the kernel that weighs and adds up needs all of them
                 return fused.first(arrays, x, chosen)
             return self.in_one(arrays, x, chosen)
@@ -306,7 +305,7 @@ class _StreamingSwitch(nn.Module):
         back = [0] * len(ids)
         for at, i in enumerate(first + last):
             back[i] = at
-        y = mx.take(mx.concatenate(parts, axis=-2), mx.array(back, mx.uint32), axis=-2)
+        y = mx.take(mx.concatenate(parts, axis=-2), array(back, (len(back),)), axis=-2)
         if fused is not None:
             y = fused.second(arrays, y, every, weights)
         elif weights is not None:
@@ -408,22 +407,6 @@ def put_back(
     back[order] = np.arange(order.size, dtype=np.uint32)
     y = mx.concatenate(list(outputs))[mx.array(back)]
     return y.reshape(*shape, y.shape[-1])
-
-
-def flat(nested: Any, shape: tuple[int, ...]) -> list[int]:
-    """The numbers of an array's `tolist()`, in one list."""
-    for _ in shape[1:]:
-        nested = nested[0] if len(nested) == 1 else [e for row in nested for e in row]
-    return nested  # type: ignore[no-any-return]
-
-
-def _shaped(slots: list[int], shape: tuple[int, ...]) -> mx.array:
-    nested: Any = slots
-    if len(slots) == shape[-1]:  # one token: no need for an operation that reshapes
-        for _ in shape[1:]:
-            nested = [nested]
-        return mx.array(nested, mx.uint32)
-    return mx.array(slots, mx.uint32).reshape(shape)
 
 
 class StreamingSwitchGLU(_StreamingSwitch):

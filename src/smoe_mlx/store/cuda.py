@@ -24,6 +24,41 @@ class CudaError(RuntimeError):
     """The driver refused."""
 
 
+class Driver:
+    """The CUDA driver, and the context that MLX uses.
+
+    Raises:
+        CudaError, OSError: there is none.
+    """
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL("libcuda.so.1")
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self.call("cuInit", 0)
+        self.call("cuDeviceGet", ctypes.byref(device), 0)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self._context = context
+
+    def call(self, name: str, *args: object) -> None:
+        code = getattr(self.library, name)(*args)
+        if code:
+            raise CudaError(f"{name} failed with CUDA error {code}")
+
+    def enter(self) -> None:
+        """Let this thread speak to MLX's device."""
+        self.call("cuCtxSetCurrent", self._context)
+
+    def pinned_for_good(self, nbytes: int) -> int:
+        """The address of zeros that host and device both see there, until the process ends."""
+        self.enter()
+        start = ctypes.c_void_p()
+        flags = 1 | 2  # CU_MEMHOSTALLOC_PORTABLE, _DEVICEMAP
+        self.call("cuMemHostAlloc", ctypes.byref(start), ctypes.c_size_t(nbytes), flags)
+        assert start.value
+        ctypes.memset(start.value, 0, nbytes)
+        return start.value
+
+
 def address(buffer: memoryview) -> int:
     """Where a writable buffer lies."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
@@ -37,6 +72,7 @@ class _Lane:
         self.memory: mmap.mmap | None = None
         self.view = memoryview(b"")
         self.start = 0
+        self.failed = 0  # the error of a copy that was begun
 
 
 class Uploader:
@@ -47,22 +83,12 @@ class Uploader:
     """
 
     def __init__(self) -> None:
-        self._driver = ctypes.CDLL("libcuda.so.1")
-        device, context = ctypes.c_int(), ctypes.c_void_p()
-        self._call("cuInit", 0)
-        self._call("cuDeviceGet", ctypes.byref(device), 0)
-        # The primary context is the one that MLX uses.
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        self._context = context
-        self._copy = self._driver.cuMemcpyHtoDAsync_v2
+        self._driver = Driver()
+        self._call = self._driver.call
+        self._copy = self._driver.library.cuMemcpyHtoDAsync_v2
         self._copy.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
         self._local = threading.local()
         self._lanes: list[_Lane] = []
-
-    def _call(self, name: str, *args: object) -> None:
-        code = getattr(self._driver, name)(*args)
-        if code:
-            raise CudaError(f"{name} failed with CUDA error {code}")
 
     def is_managed(self, buffer: memoryview) -> bool:
         """Whether these bytes belong to an array that CPU and GPU both see at this address."""
@@ -76,7 +102,7 @@ class Uploader:
         """Page-aligned memory of this thread, the same for each call, to `upload` from."""
         lane = getattr(self._local, "lane", None)
         if lane is None:
-            self._call("cuCtxSetCurrent", self._context)
+            self._driver.enter()
             stream = ctypes.c_void_p()
             self._call("cuStreamCreate", ctypes.byref(stream), NON_BLOCKING)
             self._local.lane = lane = _Lane(stream.value or 0)
@@ -89,18 +115,23 @@ class Uploader:
             lane.memory, lane.view, lane.start = memory, memoryview(memory), start
         return lane.view[:nbytes]
 
-    def upload(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
-        """Copy pinned bytes to arrays; they are there when this returns.
+    def copy(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        """Begin to copy pinned bytes to arrays; `finish` must follow, whatever happens.
 
         pieces: (offset into `pinned`, destination).
         """
         lane = self._local.lane
-        code = 0
         for offset, to in pieces:
-            code |= self._copy(address(to), lane.start + offset, len(to), lane.stream)
+            code = self._copy(address(to), lane.start + offset, len(to), lane.stream)
+            lane.failed = lane.failed or code
+
+    def finish(self) -> None:
+        """Return when what this thread began to copy is there."""
+        lane = self._local.lane
+        failed, lane.failed = lane.failed, 0
         self._call("cuStreamSynchronize", ctypes.c_void_p(lane.stream))
-        if code:
-            raise CudaError(f"copying to the GPU failed with CUDA error {code}")
+        if failed:
+            raise CudaError(f"copying to the GPU failed with CUDA error {failed}")
 
     def _release(self, lane: _Lane) -> None:
         if lane.memory is not None:
@@ -110,7 +141,7 @@ class Uploader:
     def close(self) -> None:
         """Free what was pinned. No copy may be under way."""
         with contextlib.suppress(CudaError):  # at exit the driver may be gone already
-            self._call("cuCtxSetCurrent", self._context)
+            self._driver.enter()
             for lane in self._lanes:
                 self._release(lane)
                 self._call("cuStreamDestroy_v2", ctypes.c_void_p(lane.stream))

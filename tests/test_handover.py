@@ -1,0 +1,153 @@
+"""Routing to the host and slot numbers back, by MLX's own ways and by pinned memory, with a
+stand-in for CUDA whose kernels write late and in any order."""
+
+import ctypes
+import random
+import threading
+import time
+
+import mlx.core as mx
+import pytest
+
+import smoe_mlx
+from smoe_mlx import handover
+from smoe_mlx.handover import LONGEST, PLACES, CudaHandover, Handover, make_handover
+
+
+class Device:
+    """mx.fast.cuda_kernel, mx.compile and the driver, as far as a handover uses them."""
+
+    def __init__(self, monkeypatch):
+        self.memory = (ctypes.c_uint32 * (PLACES * LONGEST))()
+        self.delay, self.lost, self.writers = 0.0, False, []
+        self.dice = random.Random(0)
+        monkeypatch.setattr(handover, "Driver", lambda: self)
+        monkeypatch.setattr(handover.mx.fast, "cuda_kernel", self.cuda_kernel)
+        monkeypatch.setattr(handover.mx, "compile", lambda function: function)
+        evaluate = mx.eval
+        monkeypatch.setattr(handover.mx, "eval", lambda *a: (self.finish(), evaluate(*a))[1])
+
+    def pinned_for_good(self, nbytes):
+        assert nbytes == ctypes.sizeof(self.memory)
+        return ctypes.addressof(self.memory)
+
+    def cuda_kernel(self, name, input_names, output_names, source):
+        def join(inputs, output_shapes, **_):
+            assert all(part.nbytes <= 8 for part in inputs), "not where both sides reach it"
+            assert len(inputs) == len(input_names)
+            numbers = [n for part in inputs for n in part.tolist()]
+            return [mx.array(numbers, mx.uint32).reshape(output_shapes[0])]
+
+        def post(inputs, template, **_):
+            numbers, place, tag = inputs
+            flat = numbers.flatten().tolist()
+            assert dict(template) == {"N": len(flat)}
+            words = (ctypes.c_uint32 * len(flat)).from_address(place.item())
+            thread = threading.Thread(target=self.write, args=(words, flat, tag.item()))
+            thread.start()
+            self.writers.append(thread)
+            return [tag.reshape(1)]
+
+        return join if name.startswith("smoe_join") else post
+
+    def write(self, words, numbers, tag):
+        order = list(range(len(numbers)))
+        self.dice.shuffle(order)
+        for i in order[: len(order) // 2 if self.lost else None]:
+            time.sleep(self.delay)
+            words[i] = tag | numbers[i]
+
+    def finish(self):
+        for thread in self.writers:
+            thread.join()
+
+
+@pytest.fixture
+def device(monkeypatch):
+    return Device(monkeypatch)
+
+
+ARRAYS = [[3], [0, 65535, 7], [5, 4, 3, 2, 1, 0, 9, 8], list(range(LONGEST))]
+
+
+@pytest.mark.parametrize("dtype", [mx.uint32, mx.int32, mx.int64])
+def test_numbers_arrive_whatever_the_order_in_which_they_are_written(device, dtype):
+    cuda = CudaHandover()
+    for delay in (0.0, 0.0002, 0.002):  # the last: longer than the host looks without sleeping
+        device.delay = delay
+        assert cuda.read([mx.array([numbers], dtype) for numbers in ARRAYS]) == ARRAYS
+    assert len(cuda._free) == PLACES
+
+
+def test_what_a_place_held_before_is_never_taken_for_an_answer(device):
+    cuda = CudaHandover()
+    while len(cuda._free) > 1:  # one place for all
+        cuda._free.pop()
+    device.delay = 0.0005
+    for i in range(20):
+        numbers = [i] * 8
+        assert cuda.read([mx.array(numbers)]) == [numbers]
+
+
+def test_posted_arrays_are_taken_in_any_order(device):
+    cuda = CudaHandover()
+    posted = cuda.post([mx.array([[i, i + 1]]) for i in range(5)])
+    assert [cuda.take(posted[i]) for i in (4, 0, 2, 1, 3)] == [[i, i + 1] for i in (4, 0, 2, 1, 3)]
+
+
+def test_more_arrays_than_places_and_longer_ones_go_mlx_s_own_way(device):
+    cuda = CudaHandover()
+    posted = cuda.post([mx.array([i]) for i in range(PLACES + 3)])
+    assert [cuda.take(p) for p in posted] == [[i] for i in range(PLACES + 3)]
+    long = list(range(LONGEST + 1))
+    assert cuda.read([mx.array([long])]) == [long]
+    assert cuda.array([65536, 1], (2,)).tolist() == [65536, 1]
+    assert cuda.array(long, (5, 13)).tolist() == mx.array(long).reshape(5, 13).tolist()
+
+
+def test_a_place_whose_numbers_were_not_seen_is_not_used_again(device):
+    cuda = CudaHandover()
+    device.lost = True
+    assert cuda.read([mx.array([[1, 2, 3, 4]])]) == [[1, 2, 3, 4]]  # by MLX's own way
+    device.lost = False
+    assert len(cuda._free) == PLACES - 1
+    assert cuda.read([mx.array([[5, 6]])]) == [[5, 6]]
+
+
+def test_a_device_whose_numbers_do_not_arrive_is_not_used(device, monkeypatch):
+    device.lost = True
+    monkeypatch.setattr(handover.mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(handover.mx.cuda, "is_available", lambda: True)
+    handover._cuda_handover.cache_clear()
+    assert type(make_handover()) is Handover
+    device.lost = False
+    handover._cuda_handover.cache_clear()
+    assert type(make_handover()) is CudaHandover
+    handover._cuda_handover.cache_clear()
+
+
+def test_the_cpu_has_mlx_s_own_way():
+    assert type(make_handover()) is Handover
+
+
+@pytest.mark.parametrize("shape", [(1,), (8,), (1, 1, 8), (2, 4), (1, 13), (3, 1, 2)])
+def test_slot_numbers_have_the_shape_of_the_routing(device, shape):
+    numbers = [7 * i for i in range(mx.zeros(shape).size)]
+    for way in (Handover(), CudaHandover()):
+        array = way.array(numbers, shape)
+        assert (array.shape, array.flatten().tolist()) == (shape, numbers)
+        assert array.dtype in (mx.uint16, mx.uint32)
+
+
+@pytest.mark.parametrize("decode", ["exact", "lag1"])
+def test_a_model_decodes_the_same_tokens_by_either_way(device, decode):
+    texts = []
+    for way in (Handover(), CudaHandover()):
+        config = smoe_mlx.StreamingConfig(slots=0.25, decode=decode)
+        model, tokenizer = smoe_mlx.load("demo", config=config)
+        model._streaming.cache.handover = way
+        texts.append(smoe_mlx.generate(model, tokenizer, "def main():", max_tokens=12))
+        if isinstance(way, CudaHandover):
+            assert max(way._tags) > 1, "nothing went by pinned memory"
+    device.finish()
+    assert texts[0] == texts[1]
