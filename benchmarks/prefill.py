@@ -9,7 +9,9 @@ streamed model). Every prompt is run in a process of its own, after a short one 
 arms take turns in an order that moves on with every round. The first token's bits must be the same
 in all. Ratios are medians over the rounds, of pairs within a round.
 
-`--cold` asks the system to forget the checkpoint's files before each timed prompt (Linux).
+`--cold` asks the system to forget the checkpoint's files before each timed prompt (Linux), and
+afterwards each arm measures the disk. The bound is what a prompt could take at best: the larger of
+the bytes that were read over that rate and of a prompt with everything in memory.
 `--verbose` writes a line to stderr after every chunk of every layer: what is done, read and held by
 then. With `--limit` an arm that takes longer is given up, and the others go on; shortly before, it
 writes to stderr where each of its threads is.
@@ -136,8 +138,18 @@ def run_arm(args: argparse.Namespace, arm: str, tokens: int) -> None:
         "physical_bytes": None if io is None else physical_nbytes() - io,
         "peak_memory": mx.get_peak_memory(),
         "hash": hashlib.sha256(bits).hexdigest()[:16],
+        "disk": disk_rate(model) if args.cold and arm != "mlx-lm" else 0.0,
     }
     print(json.dumps(result))
+
+
+def disk_rate(model: object) -> float:
+    """Bytes a second of the disk: random experts, read directly."""
+    from smoe_mlx.store.probe import probe_disk
+
+    cache = model._streaming.cache
+    reader = cache.reader
+    return probe_disk(reader.sources, cache.layouts, reader.threads).bytes_per_second
 
 
 def counters(model: object) -> dict[str, float]:
@@ -196,6 +208,7 @@ def table(args: argparse.Namespace, runs: list[dict]) -> str:
     lines = [
         f"{'tokens':>7} {'arm':<12}{'seconds':>9}{'spread':>8}{'x mlx-lm':>10}{'x chunked':>11}"
         f"{'MB read':>9}{'of experts':>12}{'from disk':>11}{'peak MB':>9}"
+        f"{'GB/s':>7}{'of bound':>10}"
     ]
     for tokens in args.tokens:
         done = [r for r in runs if r["tokens"] == tokens and "hash" in r]
@@ -217,12 +230,18 @@ def table(args: argparse.Namespace, runs: list[dict]) -> str:
             share = f"{middle('bytes') / size:.2f}" if size else "-"
             if mine[0]["physical_bytes"] is not None:
                 disk = f"{middle('physical_bytes') / 1e6:.1f}"
+            rate = over = "-"
+            base = [r["seconds"] for r in done if r["arm"] in ARMS[:2]]
+            if middle("disk"):
+                rate = f"{middle('disk') / 1e9:.2f}"
+                at_best = max(middle("bytes") / middle("disk"), min(base, default=0.0))
+                over = f"{middle('seconds') / at_best:.2f}" if at_best else "-"
             lines.append(
                 f"{tokens:>7} {arm:<12}{middle('seconds'):>9.3f}"
                 f"{(max(seconds) - min(seconds)) / min(seconds):>8.0%}"
                 f"{speed('mlx-lm'):>10}{speed('chunked'):>11}"
                 f"{middle('bytes') / 1e6:>9.1f}{share:>12}{disk:>11}"
-                f"{middle('peak_memory') / 1e6:>9.1f}"
+                f"{middle('peak_memory') / 1e6:>9.1f}{rate:>7}{over:>10}"
             )
     return "\n".join(lines)
 

@@ -27,7 +27,6 @@ from smoe_mlx import StreamingConfig, stats
 from smoe_mlx.forward import decode, optimistic, rollback
 from smoe_mlx.forward.decode import Chooser
 from smoe_mlx.generate import generate_step
-from smoe_mlx.layers import switch as switch_module
 from smoe_mlx.layers.switch import StreamingSwitchGLU
 from smoe_mlx.load import load_model
 
@@ -567,8 +566,9 @@ def nearly_all(tmp_path):
 
 def test_the_host_reads_no_routing_of_a_complete_layer_but_counts_it(nearly_all, monkeypatch):
     model, reference = nearly_all
-    reads, flat = [], switch_module.flat
-    monkeypatch.setattr(switch_module, "flat", lambda *a: (reads.append(0), flat(*a))[1])
+    handover, reads = model._streaming.cache.handover, []
+    read = handover.read
+    monkeypatch.setattr(handover, "read", lambda arrays: (reads.append(0), read(arrays))[1])
     cache, other = make_prompt_cache(model), make_prompt_cache(reference)
     before = stats(model)
     assert same_bits(step(model, 3, cache), step(reference, 3, other))
