@@ -103,9 +103,7 @@ def upload(uploader, data: bytes) -> bytes:
     assert len(pinned) == len(data)
     pinned[:] = data
     half = len(data) // 2
-    uploader.copy([(half, memoryview(out)[: len(data) - half])])
-    uploader.copy([(0, memoryview(out)[-half:])])
-    uploader.finish()
+    uploader.upload([(half, memoryview(out)[: len(data) - half]), (0, memoryview(out)[-half:])])
     return bytes(out[len(data) - half :] + out[: len(data) - half])
 
 
@@ -163,13 +161,11 @@ def test_one_failed_copy_among_others_is_an_error_after_all_have_ended(driver):
     pinned[:] = b"abc"
     queue = uploader._copy
     uploader._copy = lambda *args: queue(*args) or (codes.pop(0) if codes else 0)
-    uploader.copy([(i, memoryview(out)[i : i + 1]) for i in range(3)])
     with pytest.raises(CudaError, match="copying to the GPU failed with CUDA error 4"):
-        uploader.finish()
+        uploader.upload([(i, memoryview(out)[i : i + 1]) for i in range(3)])
     assert not any(driver.streams.values()), "copies are under way into memory that may be freed"
     pinned[:] = b"def"
-    uploader.copy([(0, memoryview(out))])
-    uploader.finish()  # the next upload is none the worse for it
+    uploader.upload([(0, memoryview(out))])  # none the worse for it
     assert out == b"def"
     uploader.close()
 

@@ -897,31 +897,23 @@ def test_forked_children_read_and_an_open_reader_does_not_keep_a_program(one_fil
 
 
 class FakeUploader:
-    """Copies in place of a CUDA driver, as late as can be, and takes down who asked."""
+    """Copies in place of a CUDA driver, and takes down who asked."""
 
     def __init__(self, fail: bool = False):
         self.local, self.fail = threading.local(), fail
-        self.uploads, self.copies, self.nbytes, self.closed = 0, 0, 0, 0
-        self.threads = set()
+        self.uploads, self.nbytes, self.closed = 0, 0, 0
 
     def pinned(self, nbytes: int) -> memoryview:
         self.local.view = memoryview(bytearray([GUARD]) * nbytes)
-        self.local.begun = []
         return self.local.view
 
-    def copy(self, pieces) -> None:
-        self.local.begun += pieces
-        self.copies += 1
-
-    def finish(self) -> None:
+    def upload(self, pieces) -> None:
         if self.fail:
             raise OSError(errno.EIO, "the GPU is gone")
         self.uploads += 1
-        self.threads.add(threading.get_ident())
-        for offset, to in self.local.begun:
+        for offset, to in pieces:
             to[:] = self.local.view[offset : offset + len(to)]
             self.nbytes += len(to)
-        self.local.begun = []
 
     def close(self) -> None:
         self.closed += 1
@@ -937,39 +929,6 @@ def test_bytes_reach_buffers_of_a_gpu_by_upload_and_gaps_do_not(three_files, io)
     assert uploader.nbytes == 50 + 60 + 7000
     reader.close()
     assert uploader.closed == 1
-
-
-@pytest.mark.parametrize("io", IO_MODES)
-def test_one_large_read_is_shared_by_threads_and_uploaded_while_it_is_read(
-    three_files, io, monkeypatch
-):
-    monkeypatch.setattr("smoe_mlx.store.reader.SHARE_NBYTES", 1)
-    monkeypatch.setattr("smoe_mlx.store.reader.UPLOAD_NBYTES", 1000)
-    uploader = FakeUploader()
-    reader = ExpertReader(three_files, 2, io, uploader)
-    gap = MERGE_GAP_NBYTES // 2
-    ranges = [(0, 100, 3000), (0, 3100, 6000), (0, 9100 + gap, 18_000)]
-    read_and_check(reader, three_files, ranges)
-    total = 27_000 + gap
-    share = -(-total // 3 // 4096) * 4096
-    assert reader.stats.bytes == total
-    assert reader.stats.requests == 3
-    assert reader.stats.reads == uploader.uploads == -(-total // share)
-    assert uploader.copies >= total // 1000
-    assert uploader.nbytes == 27_000
-    reader.close()
-
-
-def test_an_error_in_the_midst_of_a_read_waits_for_what_is_under_way(one_file, monkeypatch):
-    monkeypatch.setattr("smoe_mlx.store.reader.UPLOAD_NBYTES", 1000)
-    uploader = FakeUploader()
-    reader = ExpertReader([one_file], 0, uploader=uploader)
-    size = one_file.path.stat().st_size
-    os.truncate(one_file.path, size - 500)
-    with pytest.raises(CheckpointChangedError):
-        reader.read([request(0, size - 3000, 3000)])
-    assert not uploader.local.begun
-    reader.close()
 
 
 def test_a_failed_upload_is_a_failed_read(one_file):

@@ -72,7 +72,6 @@ class _Lane:
         self.memory: mmap.mmap | None = None
         self.view = memoryview(b"")
         self.start = 0
-        self.failed = 0  # the error of a copy that was begun
 
 
 class Uploader:
@@ -115,23 +114,18 @@ class Uploader:
             lane.memory, lane.view, lane.start = memory, memoryview(memory), start
         return lane.view[:nbytes]
 
-    def copy(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
-        """Begin to copy pinned bytes to arrays; `finish` must follow, whatever happens.
+    def upload(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        """Copy pinned bytes to arrays; they are there when this returns.
 
         pieces: (offset into `pinned`, destination).
         """
         lane = self._local.lane
+        code = 0
         for offset, to in pieces:
-            code = self._copy(address(to), lane.start + offset, len(to), lane.stream)
-            lane.failed = lane.failed or code
-
-    def finish(self) -> None:
-        """Return when what this thread began to copy is there."""
-        lane = self._local.lane
-        failed, lane.failed = lane.failed, 0
+            code |= self._copy(address(to), lane.start + offset, len(to), lane.stream)
         self._call("cuStreamSynchronize", ctypes.c_void_p(lane.stream))
-        if failed:
-            raise CudaError(f"copying to the GPU failed with CUDA error {failed}")
+        if code:
+            raise CudaError(f"copying to the GPU failed with CUDA error {code}")
 
     def _release(self, lane: _Lane) -> None:
         if lane.memory is not None:

@@ -33,8 +33,6 @@ MERGE_GAP_NBYTES = 4096  # ranges closer than this are read as one, the gap into
 SLOW_SECONDS = 50e-6  # reads that take longer are worth waking threads for
 TRY_ALONE_EVERY = 16  # calls, while reads are slow
 MERGE_MAX_NBYTES = 16 << 20  # one record of a vault, but no more than can run beside others
-UPLOAD_NBYTES = 256 << 10  # of a read that are on their way to a device while the next are read
-SHARE_NBYTES = 512 << 10  # a read of which a thread more gets so much is shared with it
 
 
 # (file, offset, buffer, label): read `len(buffer)` bytes at `offset` of file number `file` into
@@ -61,27 +59,11 @@ class _Read:
         self.file, self.offset, self.nbytes = file, offset, len(buffer)
         self.buffers, self.labels = [buffer], [(offset, label)]
 
-    def into(self, buffer: memoryview, start: int = 0) -> "_Read":
-        """Bytes of the file from `start` of this read on, into one buffer."""
-        read = _Read(self.file, self.offset + start, buffer, ())
+    def into(self, buffer: memoryview) -> "_Read":
+        """The same bytes of the file, into one buffer."""
+        read = _Read(self.file, self.offset, buffer, ())
         read.labels = self.labels
         return read
-
-    def parts(self, nbytes: int) -> "list[_Read]":
-        """The same bytes into the same buffers, at most `nbytes` at a time."""
-        out: list[_Read] = []
-        at, room = self.offset, 0
-        for whole in self.buffers:
-            buffer = whole
-            while len(buffer):
-                if not room:
-                    out.append(_Read(self.file, at, buffer[:0], ()))
-                    out[-1].labels, out[-1].buffers, room = self.labels, [], nbytes
-                head, buffer = buffer[:room], buffer[room:]
-                out[-1].buffers.append(head)
-                out[-1].nbytes += len(head)
-                at, room = at + len(head), room - len(head)
-        return out
 
     def label_at(self, offset: int) -> str:
         """What lies at `offset` of the file."""
@@ -194,8 +176,6 @@ class _File:
             ) from e
 
     def _short(self, read: _Read, end: int) -> ExpertReadError:
-        with contextlib.suppress(OSError):  # a part of a read may begin behind the end
-            end = min(end, os.fstat(self.source.fileno()).st_size)
         return ExpertReadError(
             errno.EIO,
             f"{self.path}: the file ends at byte {end}, in {read.label_at(end)}. "
@@ -279,19 +259,13 @@ class _File:
 
 
 def _read_and_upload(uploader: Uploader, file: _File, read: _Read) -> None:
-    """Some of it is read while what came before is on its way to the device."""
-    pinned, at = uploader.pinned(read.nbytes), 0
-    try:
-        for part in read.parts(UPLOAD_NBYTES):
-            file.read(read.into(pinned[at : at + part.nbytes], at))
-            pieces = []
-            for buffer in part.buffers:
-                if buffer.obj is not _waste.obj:
-                    pieces.append((at, buffer))
-                at += len(buffer)
-            uploader.copy(pieces)
-    finally:
-        uploader.finish()
+    file.read(read.into(uploader.pinned(read.nbytes)))
+    pieces, at = [], 0
+    for buffer in read.buffers:
+        if buffer.obj is not _waste.obj:
+            pieces.append((at, buffer))
+        at += len(buffer)
+    uploader.upload(pieces)
 
 
 def _close_all(streamer: Streamer, files: list[_File], uploader: Uploader | None) -> None:
@@ -331,7 +305,6 @@ class ExpertReader:
                 _read_and_upload(uploader, files_[read.file], read)
 
         self._read_one = read_one
-        self._shares = uploader is not None
         self._streamer = Streamer(read_one, threads)
         self._asked = 0
         self._slow, self._calls = True, 0  # how the last reads went
@@ -375,13 +348,7 @@ class ExpertReader:
 
     def reading(self, requests: Sequence[ReadRequest], bet: bool = False) -> Reading:
         """What is to be read, not begun yet. A bet yields to all that is not one."""
-        self.stats.requests += len(requests)
-        reads = merge(requests)
-        if self._shares:  # a copy by the host is what takes time: let all threads have some of it
-            share = max(SHARE_NBYTES, sum([r.nbytes for r in reads]) // (self.threads + 1))
-            share += -share % PAGE
-            reads = [part for read in reads for part in read.parts(share)]
-        return Reading(reads, bet)
+        return Reading(merge(requests), bet)
 
     def start(self, reading: Reading) -> None:
         """Let threads begin; `finish` or `cancel` must follow."""
@@ -443,6 +410,7 @@ class ExpertReader:
 
     def _count(self, reads: Sequence[_Read]) -> None:
         self.stats.reads += len(reads)
+        self.stats.requests += sum([len(r.labels) for r in reads])
         self.stats.bytes += sum([r.nbytes for r in reads])
 
     def _check_unchanged(self, readings: Sequence[Reading]) -> None:
