@@ -16,12 +16,14 @@ build on a machine compiles for a minute or more; that is done first and not cou
 """
 
 import argparse
+import functools
 import json
 import platform
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -37,7 +39,8 @@ START = time.perf_counter()
 TOKENS = (1, 4, 8, 16)
 SHAPES = {"Qwen3-30B-A3B": (2048, 768), "Qwen3-235B-A22B": (4096, 1536)}
 EXPERTS, TOP_K = 128, 8
-BUSY, CALLS = 8192, 128  # rows of the matrices that keep the GPU busy; calls behind them
+BUSY_US, CALLS = 12_000, 32  # the GPU is kept busy while calls are handed over; how many
+BUSY_ROWS = 8192  # of the matrices that do it where a kernel has no clock
 # (simdgroups, lanes of a row, rows of a lane, chunks ahead, codes by addition)
 FIRST = [Tiling(*t) for t in (
     (4, 8, 1, 0, False), (4, 8, 1, 0, True), (4, 8, 1, 1, False), (4, 8, 1, 2, True),
@@ -114,44 +117,63 @@ def test_router(experts: int, top_k: int, by_logits: bool, norm: bool, last: boo
     return {"what": name, "fault": fault, "speedup": speedup, "same": same}
 
 
+def make_busy() -> Callable[[], mx.array]:
+    """What keeps the GPU busy, for exactly so long where a kernel can tell the time."""
+    if backend() != "cuda":
+        big = mx.random.normal((BUSY_ROWS, BUSY_ROWS)).astype(mx.bfloat16)
+        mx.eval(big)
+        return lambda: functools.reduce(lambda y, _: (big @ y) * 1e-2, range(30), big)
+    kernel = mx.fast.cuda_kernel(
+        name="wait", input_names=["us"], output_names=["out"], source="""
+          unsigned long long start, now;
+          asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+          do {
+            asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+          } while (now - start < 1000ull * (unsigned long long)us[0]);
+          out[0] = us[0];
+        """,
+    )  # fmt: skip
+    us, one = mx.array([BUSY_US], mx.uint32), (1, 1, 1)
+    return lambda: kernel(
+        inputs=[us], grid=one, threadgroup=one, output_shapes=[(1,)], output_dtypes=[mx.uint32]
+    )[0]
+
+
 def device_seconds(
-    g: Geometry, arrays: selftest.Arrays, ways: list, tokens: int, rounds: int = 5
-) -> list[float]:
-    """Seconds of the GPU for one call: the calls are handed over while it is busy otherwise."""
+    g: Geometry, arrays: selftest.Arrays, ways: list, tokens: int, rounds: int = 9
+) -> tuple[list[float], list[float]]:
+    """Seconds of the GPU for one call of each way: the calls are handed over while it is busy
+    otherwise. Then the seconds that the host takes to hand one over."""
     calls = []
     for i in range(CALLS):
         x, slots = selftest.random_call(g, EXPERTS, tokens, TOP_K, i)
         calls.append((slots, selftest.random_weights(slots, x.dtype, seed=i)))
     mx.eval([w.scores for _, w in calls])
-    big = mx.random.normal((BUSY, BUSY)).astype(mx.bfloat16)
-    mx.eval(big)
+    busy = make_busy()
 
-    def busy() -> mx.array:  # about 50 ms on an H200
-        y = big
-        for _ in range(30):
-            y = (big @ y) * 1e-2
-        return y
-
-    def seconds(way) -> float:
+    def seconds(way) -> tuple[float, float]:
+        y = x
+        for slots, weights in calls if way is not None else ():
+            y = way(arrays, y, slots, weights)
+        first = busy()
         mx.synchronize()
         start = time.perf_counter()
-        first = busy()
         mx.async_eval(first)
-        if way is not None:
-            y = x
-            for slots, weights in calls:
-                y = way(arrays, y, slots, weights)
-            mx.async_eval(y)
+        begun = time.perf_counter()
+        mx.async_eval(y)
+        handed_over = time.perf_counter()
         mx.synchronize()
-        return time.perf_counter() - start
+        return time.perf_counter() - start, (handed_over - begun) / CALLS
 
-    found: list[list[float]] = [[] for _ in ways]
+    device: list[list[float]] = [[] for _ in ways]
+    host: list[list[float]] = [[] for _ in ways]
     for i in range(rounds + 1):  # the first warms up
-        for way, times in zip(ways, found, strict=True):
-            nothing, something = seconds(None), seconds(way)
+        for n, way in enumerate(ways):
+            (nothing, _), (something, to_hand_over) = seconds(None), seconds(way)
             if i:
-                times.append((something - nothing) / len(calls))
-    return [statistics.median(times) for times in found]
+                device[n].append((something - nothing) / CALLS)
+                host[n].append(to_hand_over)
+    return [statistics.median(t) for t in device], [statistics.median(t) for t in host]
 
 
 def time_one(
@@ -164,13 +186,15 @@ def time_one(
     found: dict = {}
     for n in tokens:
         quick, slow = selftest.time_ways(g, arrays, ways, n, TOP_K, rounds=9)
-        quick_gpu, slow_gpu = device_seconds(g, arrays, ways, n)
+        (quick_gpu, slow_gpu), (quick_host, slow_host) = device_seconds(g, arrays, ways, n)
         found[n] = {"fused_us": 1e6 * quick, "stock_us": 1e6 * slow, "speedup": slow / quick}
         found[n] |= {"fused_gpu_us": 1e6 * quick_gpu, "stock_gpu_us": 1e6 * slow_gpu}
+        found[n] |= {"fused_host_us": 1e6 * quick_host, "stock_host_us": 1e6 * slow_host}
         say(
             f"  {name} {bits} bits, {n:>2} tokens: fused {1e6 * quick:8.1f} us   "
             f"mlx-lm {1e6 * slow:8.1f} us   {slow / quick:.2f}x   the GPU alone: "
-            f"{1e6 * quick_gpu:8.1f} and {1e6 * slow_gpu:8.1f} us   {slow_gpu / quick_gpu:.2f}x"
+            f"{1e6 * quick_gpu:8.1f} and {1e6 * slow_gpu:8.1f} us   {slow_gpu / quick_gpu:.2f}x   "
+            f"to hand over: {1e6 * quick_host:.1f} and {1e6 * slow_host:.1f} us"
         )
     x, slots = selftest.random_call(g, EXPERTS, 1, TOP_K)
     weights, host = selftest.random_weights(slots, x.dtype), {}
@@ -202,7 +226,7 @@ def sweep(shape: tuple[int, int], bits: int) -> tuple[list[dict], tuple[Tiling, 
             say(f"  {pair}: {str(e)[:200]}")
     total = dict.fromkeys([pair for pair, _ in ways], 0.0)
     for n in (1, 8):
-        seconds = device_seconds(g, arrays, [w for _, w in ways], n, rounds=3)
+        seconds, _ = device_seconds(g, arrays, [w for _, w in ways], n, rounds=5)
         for (pair, _), s in zip(ways, seconds, strict=True):
             first, second = (tuple(map(int, t)) for t in pair)
             say(f"  {bits} bits, {n} tokens, tilings {first} {second}: {1e6 * s:8.1f} us")

@@ -94,6 +94,7 @@ class Driver:
 def driver(monkeypatch):
     driver = Driver()
     monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(cuda.ctypes, "PyDLL", lambda name: driver)
     return driver
 
 

@@ -33,6 +33,9 @@ class Driver:
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL("libcuda.so.1")
+        # For calls that take a few microseconds: to let go of the interpreter takes longer, as
+        # other threads then have it.
+        self.quick = ctypes.PyDLL("libcuda.so.1")
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self.call("cuInit", 0)
         self.call("cuDeviceGet", ctypes.byref(device), 0)
@@ -84,7 +87,7 @@ class Uploader:
     def __init__(self) -> None:
         self._driver = Driver()
         self._call = self._driver.call
-        self._copy = self._driver.library.cuMemcpyHtoDAsync_v2
+        self._copy = self._driver.quick.cuMemcpyHtoDAsync_v2
         self._copy.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
         self._local = threading.local()
         self._lanes: list[_Lane] = []
