@@ -288,8 +288,8 @@ def route_by_trace(model: object, path: Path, progress: dict[str, int]) -> None:
             # Not known before the router's own choice is.
             return rows[at].reshape(indices.shape) + (indices & 0)
 
-        def through(switch, x, indices, call=call, routed=routed):
-            return call(switch, x, routed(indices, progress["tokens"]))
+        def through(switch, x, indices, *weights, call=call, routed=routed):
+            return call(switch, x, routed(indices, progress["tokens"]), *weights)
 
         switch.__class__ = type("Routed", (kind,), {"__call__": through})
 
