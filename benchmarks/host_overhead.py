@@ -8,7 +8,8 @@ the text has been fed once before, so that nothing is missed. Three methods:
 
 1. Decode, several ways taking turns at every token in one process: mlx-lm as it is; mlx-lm with
    nothing but one host read of the routing in every layer; with slot numbers as well, in an array
-   that the host makes or taken from a table in the graph; with outputs that are held; smoe_mlx. The
+   that the host makes or taken from a table in the graph; with outputs that are held; with both
+   numbers by the library's own way (handover.py); smoe_mlx. The
    differences, per layer and token, are the cost of the read (the pipeline drains), of each part,
    and of the bookkeeping.
 2. Stop watches around the parts of a layer's call. The wait for the routing and the building of
@@ -38,6 +39,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 import smoe_mlx
+from smoe_mlx.handover import make_handover
 from smoe_mlx.hub import find_model
 from smoe_mlx.layers import switch
 
@@ -95,7 +97,10 @@ def decode(model: nn.Module, tokens: list[int]) -> None:
 # ---- 1: differences ------------------------------------------------------------------------------
 
 
-ARMS = ("mlx-lm", "+ read", "+ read, array", "+ read, table", "+ read, array, hold", "smoe_mlx")
+ARMS = (
+    "mlx-lm", "+ read", "+ read, array", "+ read, table", "+ read, array, hold", "+ handover",
+    "smoe_mlx",
+)  # fmt: skip
 
 
 class _Reading:
@@ -113,14 +118,18 @@ class _Reading:
                     indices = mx.array(ids, mx.uint32)
                 elif "table" in arm:
                     indices = mx.take(table, indices)
+            elif "handover" in arm:
+                (ids,) = handover.read([indices])
+                indices = handover.array(ids, indices.shape)
             y = stock(module, x, indices)
-            if "hold" in arm:
+            if arm.endswith("hold"):
                 if len(_Reading.held) >= 8:
                     mx.eval(_Reading.held)
                     _Reading.held = []
                 _Reading.held.append(y)
             return y
 
+        handover = make_handover()
         table = mx.arange(4096, dtype=mx.uint32)  # more than any model's experts
         mx.eval(table)
         stock, kind.__call__ = kind.__call__, call
@@ -168,6 +177,7 @@ def compare(
         ("an array of slots", "+ read, array", "+ read"),
         ("slots from a table", "+ read, table", "+ read"),
         ("held outputs", "+ read, array, hold", "+ read, array"),
+        ("both by handover.py", "+ handover", "mlx-lm"),
         ("all but the read", "smoe_mlx", "+ read"),
         ("all", "smoe_mlx", "mlx-lm"),
     ):
