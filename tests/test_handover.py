@@ -55,7 +55,8 @@ class Device:
         self.dice.shuffle(order)
         for i in order[: len(order) // 2 if self.lost else None]:
             time.sleep(self.delay)
-            words[i] = tag | numbers[i]
+            if numbers[i] < 65536:  # as the kernel
+                words[i] = tag | numbers[i]
 
     def finish(self):
         for thread in self.writers:
@@ -111,7 +112,29 @@ def test_a_place_whose_numbers_were_not_seen_is_not_used_again(device):
     assert cuda.read([mx.array([[1, 2, 3, 4]])]) == [[1, 2, 3, 4]]  # by MLX's own way
     device.lost = False
     assert len(cuda._free) == PLACES - 1
-    assert cuda.read([mx.array([[5, 6]])]) == [[5, 6]]
+    for i in range(2 * PLACES):
+        assert cuda.read([mx.array([[5, i]])]) == [[5, i]]
+    assert len(cuda._free) == PLACES - 1
+
+
+def test_places_that_nobody_took_from_are_used_again_when_they_have_been_written(device):
+    cuda = CudaHandover()
+    device.delay = 0.2
+    cuda.post([mx.array([i, i]) for i in range(PLACES)])  # and an error came
+    assert not cuda._free
+    assert cuda.read([mx.array([1, 2])]) == [[1, 2]]  # by MLX's own way
+    assert not cuda._free
+    device.finish()
+    device.delay = 0.0
+    assert cuda.read([mx.array([3, 4])]) == [[3, 4]]
+    assert len(cuda._free) == PLACES
+
+
+def test_a_number_that_has_no_room_goes_mlx_s_own_way(device):
+    cuda = CudaHandover()
+    for number in (65536, 65536 * 3 + 5, 2**31):
+        for _ in range(3):  # whatever bits the tag has
+            assert cuda.read([mx.array([1, number], mx.uint32)]) == [[1, number]]
 
 
 def test_a_device_whose_numbers_do_not_arrive_is_not_used(device, monkeypatch):

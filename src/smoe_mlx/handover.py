@@ -9,7 +9,6 @@ go as arrays of 8 bytes, which MLX keeps where both sides reach them: 150 us for
 
 import ctypes
 import functools
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -60,12 +59,24 @@ def flat(nested: Any, shape: tuple[int, ...]) -> list[int]:
     return nested  # type: ignore[no-any-return]
 
 
+class _Posted:
+    """An array on its way to the host."""
+
+    def __init__(self, owner: "CudaHandover", array: mx.array, place: int, tag: int):
+        self.owner, self.array, self.place, self.tag = owner, array, place, tag
+        self.done = array
+
+    def __del__(self) -> None:
+        if self.place >= 0:  # nobody took it: an error, or an interrupt
+            self.owner.dropped.append((self.place, self.tag, self.array.size))
+
+
 class CudaHandover(Handover):
     """By pinned memory: places of LONGEST words, each of which belongs to one array at a time.
 
     Every word carries the tag of this use of its place, so that no order of writes is relied on,
-    and nothing that an earlier use left behind is taken for an answer. A place whose answer was
-    never seen is not used again.
+    and nothing that an earlier use left behind is taken for an answer. A place is used again only
+    when all of its numbers have been seen.
 
     Raises:
         CudaError, OSError: there is no CUDA driver, or numbers do not arrive.
@@ -77,6 +88,7 @@ class CudaHandover(Handover):
         self._words = memoryview(memory).cast("B").cast("I")
         self._where = [mx.array([address + 4 * LONGEST * i], mx.uint64) for i in range(PLACES)]
         self._free = deque(range(PLACES))
+        self.dropped = deque[tuple[int, int, int]]()  # (place, tag, how many numbers)
         self._tags = [0] * PLACES
         self._kernels: dict[tuple[int, ...], Callable[..., mx.array]] = {}
         mx.eval(self._where)
@@ -87,39 +99,52 @@ class CudaHandover(Handover):
                 raise CudaError("numbers do not arrive at the host")
 
     def post(self, arrays: Sequence[mx.array]) -> list[Any]:
-        posted: list[Any] = []
-        for a in arrays:
-            try:
-                place = self._free.pop()
-            except IndexError:
-                posted.append((a, 0, -1, 0))
-                continue
-            self._tags[place] = tag = (self._tags[place] + 1) % 65536
-            done = self._post(a, self._where[place], mx.array(tag << 16, mx.uint32))
-            posted.append((done, a, place, tag))
-        mx.async_eval([p[0] for p in posted])  # type: ignore[no-untyped-call]
+        posted = [self._begin(a) for a in arrays]
+        mx.async_eval([p.done for p in posted])  # type: ignore[no-untyped-call]
         return posted
 
-    def take(self, posted: Any) -> list[int]:
-        done, array, place, tag = posted
-        if place < 0:
-            return super().take(done)
-        at, size = place * LONGEST, array.size
-        numbers = self._look(at, size, tag)
+    def _begin(self, array: mx.array) -> _Posted:
+        if not self._free:
+            self._reclaim()
+        try:
+            posted = _Posted(self, array, self._free.pop(), 0)
+        except IndexError:
+            return _Posted(self, array, -1, 0)  # MLX's own way
+        self._tags[posted.place] = posted.tag = (self._tags[posted.place] + 1) % 65536
+        tag = mx.array(posted.tag << 16, mx.uint32)
+        posted.done = self._post(array, self._where[posted.place], tag)
+        return posted
+
+    def _reclaim(self) -> None:
+        """Places that nobody waits for, and that nobody writes to any more."""
+        for _ in range(len(self.dropped)):
+            place, tag, size = self.dropped.popleft()
+            if self._look(place, tag, size) is None:
+                self.dropped.append((place, tag, size))
+            else:
+                self._free.append(place)
+
+    def take(self, posted: _Posted) -> list[int]:
+        where = posted.place, posted.tag, posted.array.size
+        if posted.place < 0:
+            return super().take(posted.array)
+        numbers = self._look(*where)
         asleep = time.perf_counter() + SPIN_SECONDS
         while numbers is None and time.perf_counter() < asleep:
-            os.sched_yield()  # lets threads that read experts go on
-            numbers = self._look(at, size, tag)
+            time.sleep(0)  # lets threads that read experts go on
+            numbers = self._look(*where)
         if numbers is None:
-            mx.eval(done)
-            numbers = self._look(at, size, tag)
+            mx.eval(posted.done)
+            numbers = self._look(*where)
         if numbers is None:
-            return super().take(array)
-        self._free.append(place)
+            return super().take(posted.array)
+        posted.place = -1
+        self._free.append(where[0])
         return numbers
 
-    def _look(self, at: int, size: int, tag: int) -> list[int] | None:
+    def _look(self, place: int, tag: int, size: int) -> list[int] | None:
         """The numbers, if all of them are there."""
+        at = place * LONGEST
         if self._words[at + size - 1] >> 16 != tag:
             return None
         words = self._words[at : at + size].tolist()
@@ -164,7 +189,9 @@ def _make_post() -> Callable[..., mx.array]:
         source="""
             volatile unsigned int* to = (volatile unsigned int*)(place[0]);
             for (int i = 0; i < N; i++) {
-              to[i] = tag[0] | (unsigned int)numbers[i];
+              if ((unsigned long long)numbers[i] < 65536) {
+                to[i] = tag[0] | (unsigned int)numbers[i];
+              }
             }
             __threadfence_system();
             done[0] = tag[0];
