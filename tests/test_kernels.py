@@ -42,6 +42,7 @@ from smoe_mlx.kernels.selftest import (
     reference,
 )
 from smoe_mlx.layers.switch import Projection, StreamingSwitchGLU
+from smoe_mlx.store.files import MOST_KNOWN, MOST_KNOWN_NBYTES
 from smoe_mlx.store.layout import TensorSpec
 
 SWIGLU = ACTIVATIONS["mlx_lm.models.switch_layers.SwiGLU"]
@@ -738,13 +739,13 @@ def good_file(key: str) -> dict:
         "stock_error": 2e-3,
         "speedup": {"1": 2.0, "4": 2.0, "16": 2.0},
     }
-    return {"format": choose.FORMAT, "version": 1, "verdicts": {key: entry}}
+    return {"format": choose.VERDICTS.format, "entries": {key: entry}}
 
 
 def hostile_files() -> dict[str, bytes]:
     def text(change) -> bytes:
         document = good_file("k")
-        change(document, document["verdicts"]["k"])
+        change(document, document["entries"]["k"])
         return json.dumps(document).encode()
 
     return {
@@ -754,11 +755,11 @@ def hostile_files() -> dict[str, bytes]:
         "deep": b"[" * 100_000,
         "a list": b"[]",
         "null": b"null",
-        "large": json.dumps({**good_file("k"), "x": "y" * choose.MOST_BYTES}).encode(),
+        "large": json.dumps({**good_file("k"), "x": "y" * MOST_KNOWN_NBYTES}).encode(),
         "another format": text(lambda d, e: d.update(format="x")),
-        "another version": text(lambda d, e: d.update(version=2)),
-        "no verdicts": text(lambda d, e: d.pop("verdicts")),
-        "verdicts are a list": text(lambda d, e: d.update(verdicts=[])),
+        "another version": text(lambda d, e: d.update(format=choose.VERDICTS.format + "0")),
+        "no verdicts": text(lambda d, e: d.pop("entries")),
+        "verdicts are a list": text(lambda d, e: d.update(entries=[])),
         "no speedup": text(lambda d, e: e.pop("speedup")),
         "speedup of few": text(lambda d, e: e.update(speedup={"1": 2.0})),
         "speedup is no number": text(lambda d, e: e["speedup"].update({"1": "2"})),
@@ -776,38 +777,41 @@ def hostile_files() -> dict[str, bytes]:
 def test_damaged_verdicts_are_ignored_and_replaced(name, cache_folder):
     cache_folder.mkdir(parents=True)
     (cache_folder / "kernels.json").write_bytes(hostile_files()[name])
-    assert choose._load() == {}
-    choose._save("k", Verdict("", 1e-3, 2e-3, {1: 2.0, 4: 2.0, 16: 2.0}))
-    assert set(choose._load()) == {"k"}
+    assert choose.VERDICTS.entries() == {}
+    choose.VERDICTS.add("k", Verdict("", 1e-3, 2e-3, {1: 2.0, 4: 2.0, 16: 2.0}))
+    assert set(choose.VERDICTS.entries()) == {"k"}
 
 
 def test_a_good_file_is_believed(cache_folder):
     cache_folder.mkdir(parents=True)
     (cache_folder / "kernels.json").write_text(json.dumps(good_file("k")))
-    assert choose._load()["k"].max_tokens == 16
+    assert choose.VERDICTS.entries()["k"].max_tokens == 16
 
 
-def test_verdicts_in_odd_places(cache_folder, monkeypatch):
+def test_verdicts_in_odd_places(cache_folder, monkeypatch, emulate, fast):
     verdict = Verdict("", 1e-3, 2e-3, {1: 2.0, 4: 2.0, 16: 2.0})
     cache_folder.mkdir(parents=True)
     os.mkfifo(cache_folder / "kernels.json")  # opening it would wait for ever
-    assert choose._load() == {}
+    assert choose.VERDICTS.entries() == {}
     (cache_folder / "kernels.json").unlink()
     (cache_folder / "kernels.json").mkdir()
-    assert choose._load() == {}
-    choose._save("k", verdict)  # cannot; says nothing
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    choose._save("k", verdict)
-    assert choose._load() == {}
+    assert choose.VERDICTS.entries() == {}
+    for _ in range(2):
+        with pytest.raises(OSError, match="kernels"):
+            choose.VERDICTS.add("k", verdict)
+        monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    emulate()
+    assert chosen("auto")[1] is not None
+    assert choose.VERDICTS.entries() == {}
 
 
 def test_faults_with_nan_are_remembered(cache_folder):
     verdict = Verdict("an error of nan", math.nan, 2e-3, {})
-    choose._save("k", verdict)
-    assert choose._load()["k"].fault == "an error of nan"
-    for i in range(choose.MOST_VERDICTS + 5):
-        if i in (0, choose.MOST_VERDICTS + 4):
-            choose._save(str(i), verdict)
+    choose.VERDICTS.add("k", verdict)
+    assert choose.VERDICTS.entries()["k"].fault == "an error of nan"
+    for i in range(MOST_KNOWN + 5):
+        if i in (0, MOST_KNOWN + 4):
+            choose.VERDICTS.add(str(i), verdict)
     assert list(cache_folder.iterdir()) == [cache_folder / "kernels.json"]
 
 

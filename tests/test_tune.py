@@ -27,7 +27,7 @@ from smoe_mlx.tune import (
     Tuning,
     all_choices,
 )
-from smoe_mlx.tuned import Tuned, find_tuned, remember
+from smoe_mlx.tuned import TUNED, Tuned, find_tuned, remember
 
 module = sys.modules["smoe_mlx.tune"]
 DEMO = Path(smoe_mlx.__file__).parent / "demo"
@@ -222,7 +222,7 @@ def test_what_was_found_is_remembered_until_it_is_forgotten():
     assert find_tuned(DEMO, StreamingConfig()) is None
     remember(DEMO, FOUND)
     assert find_tuned(DEMO, StreamingConfig()) == FOUND
-    assert [p.name for p in tuned.cache_file().parent.iterdir()] == ["tuned.json"]
+    assert [p.name for p in TUNED.path.parent.iterdir()] == ["tuned.json"]
     remember(DEMO, None)
     assert find_tuned(DEMO, StreamingConfig()) is None
 
@@ -291,19 +291,21 @@ def hostile() -> dict:
 @pytest.mark.parametrize("name", list(hostile()))
 def test_a_hostile_file_is_ignored_and_replaced(name):
     remember(DEMO, FOUND)
-    file = tuned.cache_file()
+    file = TUNED.path
     document = json.loads(file.read_text())
-    (key,) = document["models"]
-    document["models"][key] = hostile()[name]
+    (key,) = document["entries"]
+    document["entries"][key] = hostile()[name]
     file.write_text(json.dumps(document))
     assert find_tuned(DEMO, StreamingConfig()) is None
     remember(DEMO, FOUND)
     assert find_tuned(DEMO, StreamingConfig()) == FOUND
 
 
-@pytest.mark.parametrize("text", ["", "[", "[]", "{}", "[" * 10_000, '{"format": 1}'])
+@pytest.mark.parametrize(
+    "text", ["", "[", "[]", "{}", "[" * 10_000, '{"format": "smoe-mlx tuned 2"}']
+)
 def test_a_damaged_file_is_ignored(text):
-    tuned.cache_file().write_text(text)
+    TUNED.path.write_text(text)
     assert find_tuned(DEMO, StreamingConfig()) is None
 
 
