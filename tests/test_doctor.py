@@ -27,6 +27,7 @@ from smoe_mlx.hub import find_model
 from smoe_mlx.load import open_weights
 from smoe_mlx.plan import format_bytes
 from smoe_mlx.replay import replay
+from smoe_mlx.search import Setting
 from smoe_mlx.skeleton import build_skeleton
 from smoe_mlx.speed import Compute, default_hit_rate, forecast
 from smoe_mlx.store.probe import DiskProbe
@@ -151,8 +152,8 @@ def test_a_model_that_does_not_fit_says_why_and_what_would_do(options, sim, word
 
 
 def test_what_was_tuned_is_said():
-    options = {"io": "direct", "threads": 8, "lookahead": True, "spec": 0, "decode": "auto"}
-    remember(DEMO, Tuned(None, options, None, 2.0, 1.0, "2026-11-30"))
+    options = Setting(1, io="direct").options
+    remember(DEMO, Tuned(None, options, None, "2026-11-30"))
     assert "as tuned: io=direct (smoe-mlx tune" in str(diagnose("demo", StreamingConfig()))
     assert "as tuned" not in str(diagnose("demo", StreamingConfig(slots=0.5)))
 

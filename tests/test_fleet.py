@@ -7,6 +7,7 @@ from test_server import serving, text_of
 import smoe_mlx
 from smoe_mlx.errors import BudgetError, CheckpointError, ModelNotFoundError, SmoeError
 from smoe_mlx.hub import find_model
+from smoe_mlx.search import Setting
 from smoe_mlx.server.fleet import parse_models
 from smoe_mlx.tuned import Tuned, remember
 
@@ -116,8 +117,8 @@ def test_names(tmp_path):
 @pytest.mark.parametrize("models", [("demo",), ("one=demo", "two=demo")], ids=len)
 def test_what_was_tuned_is_used_as_by_load(models, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    options = {"io": "pread", "threads": 3, "lookahead": False, "spec": 0, "decode": "auto"}
-    remember(find_model("demo"), Tuned(100, options, None, 12.0, 10.0, "2026-11-30"))
+    options = Setting(100, threads=3, lookahead=False).options
+    remember(find_model("demo"), Tuned(100, options, None, "2026-11-30"))
     told = smoe_mlx.stats(smoe_mlx.load("demo")[0]).tuned
     names = [m.partition("=")[0] for m in models]
     with serving(*models) as server:
@@ -139,8 +140,8 @@ def test_what_was_tuned_is_used_as_by_load(models, tmp_path, monkeypatch):
 
 def test_what_was_tuned_takes_no_more_than_the_share(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    options = {"io": "pread", "threads": 3, "lookahead": True, "spec": 0, "decode": "auto"}
-    remember(find_model("demo"), Tuned(None, options, 40_000_000, 12.0, 10.0, "2026-11-30"))
+    options = Setting(100, threads=3).options
+    remember(find_model("demo"), Tuned(None, options, 40_000_000, "2026-11-30"))
     with serving("demo") as server:
         (loaded,) = server.generator.model_provider.resident.values()
         assert 30_000_000 < loaded.plan.total <= 40_000_000

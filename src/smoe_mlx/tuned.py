@@ -4,7 +4,6 @@ Kept in `tuned.json` in the user's cache folder, by the model's files, the machi
 of MLX and mlx-lm.
 """
 
-import math
 import platform
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,9 +17,9 @@ from .store.files import Known
 
 # Of StreamingConfig: what is tuned besides the slots, and what has to be as it is by default for
 # that to be used.
-OPTIONS = ("io", "threads", "lookahead", "spec", "decode")
+OPTIONS = ("io", "threads", "lookahead", "spec", "decode", "kernels")
 ASKED = (
-    *OPTIONS, "memory", "slots", "hits_first", "kernels", "policy", "hot_per_layer", "prefill_step",
+    *OPTIONS, "memory", "slots", "hits_first", "policy", "hot_per_layer", "prefill_step",
 )  # fmt: skip
 MOST_THREADS = 256
 
@@ -33,15 +32,12 @@ class Tuned:
         slots: the most that pay; None: as many as the memory holds.
         options: `OPTIONS` of `StreamingConfig`.
         memory: the limit that it was tuned under, or None.
-        tps, default_tps: tokens a second with it, and without.
         date: when, as 2026-11-30.
     """
 
     slots: int | None
     options: dict[str, Any]
     memory: int | None
-    tps: float
-    default_tps: float
     date: str
 
     def __str__(self) -> str:
@@ -79,11 +75,11 @@ def _checked(entry: dict[str, Any]) -> Tuned:
     ok = (
         set(options) == set(OPTIONS)
         and options["decode"] != "lossy"
+        and options["kernels"] != "fused"
         and type(options["lookahead"]) is bool
         and 0 <= options["threads"] <= MOST_THREADS
         and (tuned.slots is None or type(tuned.slots) is int)
         and (tuned.memory is None or type(tuned.memory) is int)
-        and all(math.isfinite(x) and x > 0 for x in (tuned.tps, tuned.default_tps))
         and isinstance(tuned.date, str)
         and len(tuned.date) == 10
     )
@@ -92,4 +88,4 @@ def _checked(entry: dict[str, Any]) -> Tuned:
     return tuned
 
 
-TUNED = Known("tuned", 1, _checked)
+TUNED = Known("tuned", 2, _checked)
