@@ -405,12 +405,13 @@ def test_tune_measures_the_model_and_remembers(monkeypatch):
     assert {p.slots: p.seconds for p in found.curve}[140] == pytest.approx(11, rel=0.1)
     said = str(found)
     assert "a prompt of 8 tokens and an answer of 10" in said
-    assert f"from now on (but with --no-tuned): {found.kept}" in said
+    assert f"kept, for load and the commands (not with --no-tuned): {found.kept}" in said
     json.dumps(found.as_dict())
     remembered = find_tuned(DEMO, StreamingConfig())
     assert str(remembered) == found.kept
     assert remembered.options == found.best.options
     assert remembered.memory == 30_000_000
+    assert "memory<=30 MB" in found.kept
     model, _ = smoe_mlx.load(DEMO)
     assert smoe_mlx.stats(model).plan.slots <= found.best.slots
     plain, _ = smoe_mlx.load(DEMO, slots=1.0)
@@ -463,11 +464,14 @@ def test_a_ctrl_c_keeps_and_remembers_the_best_so_far(after, monkeypatch):
         return 1.0 + abs(s.slots - 140) / 100
 
     by_surface(monkeypatch, token)
+    remember(DEMO, FOUND)
     found = smoe_mlx.tune(DEMO, StreamingConfig(memory="30MB"), 1e6, **TURN)
     assert found.ended == "interrupted"
     assert len(calls) == 2 * after + 3  # and no turns afterwards to see whether it is true
     assert (found.best == found.start) == (after == 3)
-    if after == 120:
+    if after == 3:
+        assert find_tuned(DEMO, StreamingConfig()) == FOUND
+    else:
         assert abs(found.best.slots - 140) < 10
         assert find_tuned(DEMO, StreamingConfig()).slots == found.best.slots
     assert "interrupted, so not all was tried" in str(found)

@@ -199,7 +199,7 @@ def plot_tuning(tuning: Tuning, path: File = None) -> Any:
     left.set_xlabel("experts in memory (% of all)")
     turn = tuning.start_turn
     left.set_ylabel(f"a turn of {turn.prompt_tokens:,} + {turn.generation_tokens:,} tokens (s)")
-    left.set_ylim(bottom=0)
+    left.set_ylim(0, 1.1 * max(seconds, default=1.0))
     names = [", ".join(f"{k}={v}" for k, v in t.change.items()) for t in options]
     colours = [COLOURS[1] if t.taken else COLOURS[0] for t in options]
     for axes in right:

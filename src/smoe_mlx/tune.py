@@ -351,6 +351,8 @@ class Tuning:
                 f"turns of one setting differed by {100 * (self.spread - 1):.0f} %: the machine is "
                 "busy with other things. Tune again when it is not."
             )
+        if self.best.slots == self.num_experts:
+            notes.append("all experts are in memory, so how they are read was not tried further")
         if self.kernels:
             notes.append(f"kernels were not tried: {self.kernels}")
         for t in self.tried:
@@ -371,7 +373,7 @@ class Tuning:
             speedup = self.start_turn.seconds / self.best_turn.seconds
             notes.append(f"best: {self.best_turn} with {self.best}, {speedup:.2f}x as fast")
         if self.kept:
-            notes.append(f"from now on (but with --no-tuned): {self.kept}")
+            notes.append(f"kept, for load and the commands (not with --no-tuned): {self.kept}")
         return notes
 
 
@@ -432,6 +434,8 @@ def tune(
     slots = None if same else best.slots
     kept = Tuned(slots, best.options, memory, date.today().isoformat())
     tuned = None if best == start and memory is None else kept
+    if found.ended == "interrupted" and best == start:
+        return found  # nothing was found, and what earlier runs found is not forgotten
     try:
         remember(folder, tuned)
         found = replace(found, kept=str(tuned or ""))

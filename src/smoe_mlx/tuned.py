@@ -13,6 +13,7 @@ from .config import StreamingConfig
 from .device import names
 from .machine import total_memory
 from .model_config import fingerprint
+from .plan import format_bytes
 from .store.files import Known
 
 # Of StreamingConfig: what is tuned besides the slots, and what has to be as it is by default for
@@ -43,7 +44,7 @@ class Tuned:
     def __str__(self) -> str:
         what = [f"{k}={v}" for k, v in self.options.items() if v != getattr(StreamingConfig, k)]
         what += [] if self.slots is None else [f"slots<={self.slots:,}"]
-        what += [] if self.memory is None else [f"memory<={self.memory:,}"]
+        what += [] if self.memory is None else [f"memory<={format_bytes(self.memory)}"]
         return f"{', '.join(what) or 'the defaults'} (smoe-mlx tune, {self.date})"
 
 
