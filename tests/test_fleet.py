@@ -1,5 +1,7 @@
 """Several models in one server: who is in memory, and that all answers stay right."""
 
+import sys
+
 import mlx.core as mx
 import pytest
 from test_server import serving, text_of
@@ -7,6 +9,7 @@ from test_server import serving, text_of
 import smoe_mlx
 from smoe_mlx.errors import BudgetError, CheckpointError, ModelNotFoundError, SmoeError
 from smoe_mlx.hub import find_model
+from smoe_mlx.plan import INTERPRETER_NBYTES, SYSTEM_NBYTES
 from smoe_mlx.search import Setting
 from smoe_mlx.server.fleet import parse_models
 from smoe_mlx.tuned import Tuned, remember
@@ -150,3 +153,17 @@ def test_what_was_tuned_takes_no_more_than_the_share(tmp_path, monkeypatch):
         (loaded,) = server.generator.model_provider.resident.values()
         assert loaded.plan.total <= 26_000_000
         assert smoe_mlx.stats(loaded.model).tuned
+
+
+@pytest.mark.parametrize("usable", [25_000_000, 400_000_000])
+def test_without_a_budget_it_plans_as_load_does(usable, monkeypatch):
+    """From what the device could give, and with room for the page cache where that helps."""
+    available = usable + SYSTEM_NBYTES + INTERPRETER_NBYTES
+    for module in ("smoe_mlx.load", "smoe_mlx.server.fleet"):
+        monkeypatch.setattr(sys.modules[module], "available_nbytes", lambda: available)
+    alone = smoe_mlx.plan("demo")
+    assert (alone.page_cache > 0) == (usable < alone.full)
+    with serving("demo", "--no-tuned") as server:
+        (loaded,) = server.generator.model_provider.resident.values()
+        assert loaded.plan.slots == alone.slots
+        assert loaded.plan.total <= usable - alone.page_cache

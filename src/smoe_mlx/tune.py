@@ -52,7 +52,7 @@ PROMPT_TOKENS, GENERATION_TOKENS = 512, 256  # of the turn that should be fast
 BUSY = 1.25  # turns of one setting differ by so much: the machine does other things
 CONFIRMING = 0.2  # of the time is for the best setting against the defaults
 TURNS = 60  # that should fit into the time
-LONGEST_PROMPT = 1.5  # times the time of a turn: no longer one is read in every turn
+PROMPTS = 40  # so many should fit as well: else none are read during the search
 FEWEST_TOKENS, MOST_TOKENS = 2, 32  # that are decoded in a turn
 SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125)  # of the slots that the memory holds
 TEXT = (
@@ -90,6 +90,11 @@ class Turn:
         return f"{self.seconds:.2f} s (prompt {prompt:.1f}, decoding {decoding:.2f} tok/s)"
 
 
+def _reading(setting: Setting) -> tuple[int, str, int]:
+    """What a prompt depends on."""
+    return setting.slots, setting.io, setting.threads
+
+
 def _typical(turns: Sequence[Turn]) -> Turn:
     """The medians of the turns of one setting."""
     return replace(
@@ -105,7 +110,9 @@ class _Model:
     Attributes:
         until: seconds since the beginning after which there are no more turns.
         first: the turn before the search.
-        each_prompt: every turn reads a prompt. Else that takes too long, and counts as in `first`.
+        each_prompt: whether there is time to read a prompt with each setting. Else it counts as in
+            `first`.
+        prompts: the latest seconds of a prompt with (slots, io, threads): nothing else matters.
         turns: all of each setting.
     """
 
@@ -124,6 +131,7 @@ class _Model:
         self.seconds, self.progress, self.start = seconds, progress, time.perf_counter()
         self.until = (1 - CONFIRMING) * seconds
         self.each_prompt = True
+        self.prompts: dict[tuple[int, str, int], float] = {}
         self.turns: dict[Setting, list[Turn]] = {}
         checkpoint, vault = open_weights(folder)
         self.files = checkpoint.files if vault is None else [vault]
@@ -191,12 +199,12 @@ class _Model:
         self.read_prompt(FEWEST_TOKENS)  # kernels are compiled, and much is read
         self.decode(FEWEST_TOKENS)
         self.first = self._turn(self.read_prompt(), self.decode(4))
-        time_of_turn = self.seconds / TURNS
-        self.each_prompt = self.first.prompt_seconds <= LONGEST_PROMPT * time_of_turn
-        for_prompt = self.first.prompt_seconds if self.each_prompt else 0
-        fit = max(0.3 * time_of_turn, 0.6 * time_of_turn - for_prompt) / self.first.token_seconds
+        fit = 0.6 * self.seconds / TURNS / self.first.token_seconds
         self.tokens = max(FEWEST_TOKENS, min(MOST_TOKENS, int(fit), self.plan.context // 4))
-        if not self.each_prompt:
+        self.each_prompt = self.first.prompt_seconds <= self.seconds / PROMPTS
+        if self.each_prompt:
+            self.prompts[_reading(self.now)] = self.first.prompt_seconds
+        else:
             self.until -= self.first.prompt_seconds  # for the one of the best setting
 
     def read_prompt(self, most: int | None = None) -> float:
@@ -234,8 +242,11 @@ class _Model:
         self.used += len(times)
         return (times[-1] - times[0]) / (len(times) - 1)
 
-    def turn(self, setting: Setting) -> Turn:
-        """Read the prompt, and decode some tokens after a few that are not counted.
+    def turn(self, setting: Setting, anew: bool = False) -> Turn:
+        """Decode some tokens, after a few that are not counted.
+
+        Args:
+            anew: read the prompt also if this has been done with such a setting.
 
         Raises:
             NoTimeError: it is later than `until`.
@@ -244,14 +255,17 @@ class _Model:
             raise NoTimeError
         grows = setting.slots > self.now.slots
         self.apply(setting)
-        prompt_seconds = self.read_prompt() if self.each_prompt else self.first.prompt_seconds
-        stats = self.streaming.cache.stats
+        stats, how = self.streaming.cache.stats, _reading(setting)
+        if self.each_prompt and (anew or how not in self.prompts):
+            self.prompts[how] = self.read_prompt()
+            self.decode(self.tokens)  # until the slots hold what tokens use again
         before = stats.evictions
         self.decode(max(1, self.tokens // 4))
         for _ in range(4 * grows):  # until the new slots are filled
             if stats.evictions > before:
                 break
             self.decode(self.tokens)
+        prompt_seconds = self.prompts.get(how, self.first.prompt_seconds)
         turn = self._turn(prompt_seconds, self.decode(self.tokens))
         self.turns.setdefault(setting, []).append(turn)
         self.progress(self.passed(), f"{turn.seconds:.2f} s with {setting}")
@@ -282,7 +296,7 @@ class Tuning:
         start, best: the settings without tuning and with it.
         start_turn, best_turn: what a turn takes with them, side by side at the end if there was
             time for it.
-        each_prompt: every turn read a prompt; else only the first one, and one with `best`.
+        each_prompt: there was time to read a prompt with each setting; else only with these two.
         curve: by slots.
         tried: the alternatives, with their speed against the best setting until then.
         spread: how much turns of one setting differed: 1.1 by a tenth.
@@ -340,11 +354,10 @@ class Tuning:
         ended = f"; {self.ended}, so not all was tried" if self.ended else ""
         notes = [f"{self.turns} turns in {self.seconds:.0f} s{ended}"]
         if not self.each_prompt:
-            least = TURNS / LONGEST_PROMPT * self.start_turn.prompt_seconds
+            prompt = self.start_turn.prompt_seconds
             notes.append(
-                f"a prompt takes {self.start_turn.prompt_seconds:.1f} s, too long to read one in "
-                "every turn: they were compared at the end only. In "
-                f"{math.ceil(least):,} s (--seconds), each turn would read one."
+                f"a prompt takes {prompt:.1f} s, too long to read one with each setting: one was "
+                f"only at the end. There is time with --seconds {math.ceil(PROMPTS * prompt)}."
             )
         if self.spread > BUSY:
             notes.append(
@@ -507,7 +520,7 @@ def _confirm(model: _Model, start: Setting, best: Setting) -> dict[Setting, list
     try:
         for _ in range(FEWEST_ROUNDS):
             for setting in sorted(turns, key=lambda s: -s.slots):
-                turns[setting].append(model.turn(setting))
+                turns[setting].append(model.turn(setting, anew=True))
         if not model.each_prompt and best != start:
             model.apply(best)
             prompt_seconds = model.read_prompt()

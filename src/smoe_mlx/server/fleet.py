@@ -14,12 +14,12 @@ from mlx_lm.server import ModelProvider
 from mlx_lm.utils import load_tokenizer
 
 from ..config import StreamingConfig, parse_bytes
+from ..device import available_nbytes
 from ..errors import SmoeError
 from ..hub import find_model
 from ..load import load_model, plan_model
-from ..machine import available_memory
 from ..model_config import fingerprint
-from ..plan import MemoryPlan, format_bytes, usable_nbytes
+from ..plan import PAGE_CACHE_SHARE, MemoryPlan, format_bytes, usable_nbytes
 from .errors import RequestError, UnknownModelError
 from .sessions import Sessions
 
@@ -57,8 +57,8 @@ class Fleet(ModelProvider):
         super().__init__(args)
         self.config, self.sessions = config, sessions
         self.step = args.prefill_step_size
-        memory = config.memory
-        self.budget = usable_nbytes(available_memory()) if memory is None else parse_bytes(memory)
+        available = available_nbytes() if config.memory is None else 0
+        self.budget = parse_bytes(config.memory) if config.memory else usable_nbytes(available)
         self.budget -= args.prompt_cache_bytes or 0
         self.resident: dict[str, Loaded] = {}
         # What does not fit at all is said now, not to the first who asks for it.
@@ -66,6 +66,10 @@ class Fleet(ModelProvider):
             name: plan_model(folder, None, args.trust_remote_code, config, self.budget)
             for name, folder in self.folders.items()
         }
+        full = sum(plan.full for plan in self.plans.values())
+        if available and full > self.budget and config.io != "direct":  # as `plan` does for one
+            beyond = self.budget - max(plan.useful for plan in self.plans.values())
+            self.budget -= max(0, min(int(PAGE_CACHE_SHARE * available), beyond))
         self.shares = _shares(self.plans, self.budget)
 
     def name_of(self, asked: str) -> str:
