@@ -406,7 +406,9 @@ def test_tune_measures_the_model_and_remembers(monkeypatch):
     said = str(found)
     assert "a prompt of 8 tokens and an answer of 10" in said
     assert f"kept, for load and the commands (not with --no-tuned): {found.kept}" in said
-    json.dumps(found.as_dict())
+    written = json.loads(json.dumps(found.as_dict()))
+    assert written["best_turn"]["seconds"] == found.best_turn.seconds
+    assert written["best_turn"]["prompt_tokens"] == 8
     remembered = find_tuned(DEMO, StreamingConfig())
     assert str(remembered) == found.kept
     assert remembered.options == found.best.options
@@ -515,6 +517,21 @@ def test_a_setting_is_what_the_model_then_does():
         switches.sort(key=lambda m: m._layer)
         bets = setting.lookahead + bool(setting.spec)
         assert [len(m._bets) for m in switches] == [bets] * 7 + [bool(setting.spec)]
+    model.close()
+
+
+@pytest.mark.parametrize("can_trim", [True, False])
+def test_turns_stay_within_the_context(can_trim, monkeypatch):
+    monkeypatch.setattr(module, "can_trim_prompt_cache", lambda cache: can_trim)
+    config = StreamingConfig(memory="30MB", context=64)
+    model = module._Model(DEMO, config, False, 60, 30, 30, lambda *_: None)
+    model.begin()
+    read, prompts = model.read_prompt, []
+    monkeypatch.setattr(model, "read_prompt", lambda: prompts.append(1) or read())
+    for _ in range(6):
+        assert model.decode(20) > 0
+        assert 30 < model.cache[0].offset <= 64
+    assert len(prompts) == (0 if can_trim else 5)
     model.close()
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load_tokenizer
 
@@ -226,7 +226,10 @@ class _Model:
         The text is sampled: a greedy one repeats itself.
         """
         if self.used + tokens + 2 > self.plan.context:
-            self.read_prompt()
+            if can_trim_prompt_cache(self.cache):
+                self.used -= trim_prompt_cache(self.cache, self.used - len(self.prompt))
+            else:
+                self.read_prompt()
         most = self.seconds / TURNS
         times: list[float] = []
         steps = generate_step(
@@ -327,7 +330,10 @@ class Tuning:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return asdict(self)
+        out = asdict(self)
+        for name in ("start_turn", "best_turn"):
+            out[name]["seconds"] = getattr(self, name).seconds
+        return out
 
     def __str__(self) -> str:
         turn = self.start_turn
