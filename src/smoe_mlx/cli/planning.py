@@ -72,19 +72,21 @@ def add_commands(commands: Any) -> None:
         "--prompt-tokens",
         type=from_one,
         default=PROMPT_TOKENS,
-        help=f"of the turn that should be fast (default: {PROMPT_TOKENS})",
+        metavar="N",
+        help=f"of the prompt in a turn, whose time is what counts (default: {PROMPT_TOKENS})",
     )
     tune_.add_argument(
         "--generation-tokens",
         type=from_one,
         default=GENERATION_TOKENS,
+        metavar="N",
         help=f"of the answer in it (default: {GENERATION_TOKENS})",
     )
     tune_.add_argument(
         "--allow-kernels",
         action="store_true",
-        help="take the expert kernels if they are faster, though not mlx-lm's bits "
-        "(docs/kernels.md)",
+        help="take the expert kernels of a GPU if they are faster: they round otherwise than "
+        "mlx-lm (docs/kernels.md)",
     )
     tune_.add_argument("--plot", help="write a plot to this file (needs smoe-mlx[plots])")
     tune_.add_argument("--json", action="store_true", help="print JSON")

@@ -57,6 +57,7 @@ class Fleet(ModelProvider):
         super().__init__(args)
         self.config, self.sessions = config, sessions
         self.step = args.prefill_step_size
+        planned = config.memory is None and config.slots is None  # from what the machine has
         available = available_nbytes() if config.memory is None else 0
         self.budget = parse_bytes(config.memory) if config.memory else usable_nbytes(available)
         self.budget -= args.prompt_cache_bytes or 0
@@ -67,7 +68,7 @@ class Fleet(ModelProvider):
             for name, folder in self.folders.items()
         }
         full = sum(plan.full for plan in self.plans.values())
-        if available and full > self.budget and config.io != "direct":  # as `plan` does for one
+        if planned and full > self.budget and config.io != "direct":  # as `plan` does for one
             beyond = self.budget - max(plan.useful for plan in self.plans.values())
             self.budget -= max(0, min(int(PAGE_CACHE_SHARE * available), beyond))
         self.shares = _shares(self.plans, self.budget)
