@@ -426,7 +426,8 @@ def tune(
         revision: as for `load`.
         trust_remote_code: as for `load`.
         progress: called with the seconds passed, and what was measured last.
-        prompt_tokens, generation_tokens: of a turn. Fewer are decoded, and counted as so many.
+        prompt_tokens: of the prompt in a turn.
+        generation_tokens: of the answer. Fewer are decoded, and counted as so many.
         allow_kernels: take `kernels="auto"` if it is faster, though it rounds otherwise than
             mlx-lm (docs/kernels.md). Else it is only measured.
 
