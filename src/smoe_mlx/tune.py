@@ -391,7 +391,7 @@ class Tuning:
             notes.append("what was taken was not faster than the defaults in the end")
         notes.append(f"without tuning: {self.start_turn} with {self.start}")
         if self.best == self.start:
-            notes.append("nothing was faster")
+            notes.append("nothing was faster by more than chance")
         else:
             speedup = self.start_turn.seconds / self.best_turn.seconds
             notes.append(f"best: {self.best_turn} with {self.best}, {speedup:.2f}x as fast")
