@@ -3,6 +3,7 @@
 import contextlib
 import json
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,6 +27,7 @@ from smoe_mlx.hub import find_model
 from smoe_mlx.load import open_weights
 from smoe_mlx.plan import format_bytes
 from smoe_mlx.replay import replay
+from smoe_mlx.search import Setting
 from smoe_mlx.skeleton import build_skeleton
 from smoe_mlx.speed import Compute, default_hit_rate, forecast
 from smoe_mlx.store.probe import DiskProbe
@@ -42,13 +44,7 @@ DISK = DiskProbe(2e9, 1_000_000, "direct", 0.0001)
 @pytest.fixture(autouse=True)
 def own_cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(doctor, "cache_folder", lambda: made(tmp_path / "cache"))
     monkeypatch.setattr(doctor, "available_nbytes", lambda: 20 * 10**9)
-
-
-def made(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    return folder
 
 
 # ---- the speed model -----------------------------------------------------------------------------
@@ -156,8 +152,8 @@ def test_a_model_that_does_not_fit_says_why_and_what_would_do(options, sim, word
 
 
 def test_what_was_tuned_is_said():
-    options = {"io": "direct", "threads": 8, "lookahead": True, "spec": 0, "decode": "auto"}
-    remember(DEMO, Tuned(None, options, None, 2.0, 1.0, "2026-11-30"))
+    options = Setting(1, io="direct").options
+    remember(DEMO, Tuned(None, options, None, "2026-11-30"))
     assert "as tuned: io=direct (smoe-mlx tune" in str(diagnose("demo", StreamingConfig()))
     assert "as tuned" not in str(diagnose("demo", StreamingConfig(slots=0.5)))
 
@@ -188,15 +184,17 @@ def test_a_disk_is_measured_once(tmp_path, monkeypatch):
     assert diagnose("demo", StreamingConfig(slots=0.25)).disk_source.startswith("measured")
     monkeypatch.setattr(doctor, "probe_disk", None)
     assert diagnose("demo", StreamingConfig(slots=0.25)).disk_source == "measured here lately"
-    store = tmp_path / "cache" / "disks.json"
-    old = json.loads(store.read_text())
-    assert doctor._known_disks(store)
-    for entry in old.values():
-        entry["time"] -= 31 * 86400
-    store.write_text(json.dumps(old))
-    assert not doctor._known_disks(store)
-    store.write_text('{"a": 1}')
-    assert not doctor._known_disks(store)
+    store = doctor.DISKS.path
+    assert store == tmp_path / "cache" / "smoe-mlx" / "disks.json"
+    known = json.loads(store.read_text())
+    for change in ({"time": time.time() - 31 * 86400}, {"time": "now"}, {"probe": {}}):
+        monkeypatch.setattr(doctor, "probe_disk", lambda *_: DISK)
+        (key,) = known["entries"]
+        changed = {key: {**known["entries"][key], **change}}
+        store.write_text(json.dumps({**known, "entries": changed}))
+        assert diagnose("demo", StreamingConfig(slots=0.25)).disk == DISK
+        monkeypatch.setattr(doctor, "probe_disk", None)
+        assert diagnose("demo", StreamingConfig(slots=0.25)).disk == DISK
 
 
 # ---- a repository on the Hub ---------------------------------------------------------------------

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import sys
 import warnings
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from mlx_lm.models.switch_layers import SwiGLU
 import smoe_mlx
 from smoe_mlx import cli
 from smoe_mlx.cli import selftest as command
+from smoe_mlx.hub import find_model
 from smoe_mlx.kernels import choose, experts, route, selftest
 from smoe_mlx.kernels.choose import KernelChooser
 from smoe_mlx.kernels.experts import (
@@ -42,7 +44,12 @@ from smoe_mlx.kernels.selftest import (
     reference,
 )
 from smoe_mlx.layers.switch import Projection, StreamingSwitchGLU
+from smoe_mlx.search import Setting
+from smoe_mlx.store.files import MOST_KNOWN, MOST_KNOWN_NBYTES
 from smoe_mlx.store.layout import TensorSpec
+from smoe_mlx.tuned import find_tuned
+
+load, tune = sys.modules["smoe_mlx.load"], sys.modules["smoe_mlx.tune"]  # not the functions
 
 SWIGLU = ACTIVATIONS["mlx_lm.models.switch_layers.SwiGLU"]
 BF16, F16, F32 = mx.bfloat16, mx.float16, mx.float32
@@ -738,13 +745,13 @@ def good_file(key: str) -> dict:
         "stock_error": 2e-3,
         "speedup": {"1": 2.0, "4": 2.0, "16": 2.0},
     }
-    return {"format": choose.FORMAT, "version": 1, "verdicts": {key: entry}}
+    return {"format": choose.VERDICTS.format, "entries": {key: entry}}
 
 
 def hostile_files() -> dict[str, bytes]:
     def text(change) -> bytes:
         document = good_file("k")
-        change(document, document["verdicts"]["k"])
+        change(document, document["entries"]["k"])
         return json.dumps(document).encode()
 
     return {
@@ -754,11 +761,11 @@ def hostile_files() -> dict[str, bytes]:
         "deep": b"[" * 100_000,
         "a list": b"[]",
         "null": b"null",
-        "large": json.dumps({**good_file("k"), "x": "y" * choose.MOST_BYTES}).encode(),
+        "large": json.dumps({**good_file("k"), "x": "y" * MOST_KNOWN_NBYTES}).encode(),
         "another format": text(lambda d, e: d.update(format="x")),
-        "another version": text(lambda d, e: d.update(version=2)),
-        "no verdicts": text(lambda d, e: d.pop("verdicts")),
-        "verdicts are a list": text(lambda d, e: d.update(verdicts=[])),
+        "another version": text(lambda d, e: d.update(format=choose.VERDICTS.format + "0")),
+        "no verdicts": text(lambda d, e: d.pop("entries")),
+        "verdicts are a list": text(lambda d, e: d.update(entries=[])),
         "no speedup": text(lambda d, e: e.pop("speedup")),
         "speedup of few": text(lambda d, e: e.update(speedup={"1": 2.0})),
         "speedup is no number": text(lambda d, e: e["speedup"].update({"1": "2"})),
@@ -776,38 +783,41 @@ def hostile_files() -> dict[str, bytes]:
 def test_damaged_verdicts_are_ignored_and_replaced(name, cache_folder):
     cache_folder.mkdir(parents=True)
     (cache_folder / "kernels.json").write_bytes(hostile_files()[name])
-    assert choose._load() == {}
-    choose._save("k", Verdict("", 1e-3, 2e-3, {1: 2.0, 4: 2.0, 16: 2.0}))
-    assert set(choose._load()) == {"k"}
+    assert choose.VERDICTS.entries() == {}
+    choose.VERDICTS.add("k", Verdict("", 1e-3, 2e-3, {1: 2.0, 4: 2.0, 16: 2.0}))
+    assert set(choose.VERDICTS.entries()) == {"k"}
 
 
 def test_a_good_file_is_believed(cache_folder):
     cache_folder.mkdir(parents=True)
     (cache_folder / "kernels.json").write_text(json.dumps(good_file("k")))
-    assert choose._load()["k"].max_tokens == 16
+    assert choose.VERDICTS.entries()["k"].max_tokens == 16
 
 
-def test_verdicts_in_odd_places(cache_folder, monkeypatch):
+def test_verdicts_in_odd_places(cache_folder, monkeypatch, emulate, fast):
     verdict = Verdict("", 1e-3, 2e-3, {1: 2.0, 4: 2.0, 16: 2.0})
     cache_folder.mkdir(parents=True)
     os.mkfifo(cache_folder / "kernels.json")  # opening it would wait for ever
-    assert choose._load() == {}
+    assert choose.VERDICTS.entries() == {}
     (cache_folder / "kernels.json").unlink()
     (cache_folder / "kernels.json").mkdir()
-    assert choose._load() == {}
-    choose._save("k", verdict)  # cannot; says nothing
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    choose._save("k", verdict)
-    assert choose._load() == {}
+    assert choose.VERDICTS.entries() == {}
+    for _ in range(2):
+        with pytest.raises(OSError, match="kernels"):
+            choose.VERDICTS.add("k", verdict)
+        monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    emulate()
+    assert chosen("auto")[1] is not None
+    assert choose.VERDICTS.entries() == {}
 
 
 def test_faults_with_nan_are_remembered(cache_folder):
     verdict = Verdict("an error of nan", math.nan, 2e-3, {})
-    choose._save("k", verdict)
-    assert choose._load()["k"].fault == "an error of nan"
-    for i in range(choose.MOST_VERDICTS + 5):
-        if i in (0, choose.MOST_VERDICTS + 4):
-            choose._save(str(i), verdict)
+    choose.VERDICTS.add("k", verdict)
+    assert choose.VERDICTS.entries()["k"].fault == "an error of nan"
+    for i in range(MOST_KNOWN + 5):
+        if i in (0, MOST_KNOWN + 4):
+            choose.VERDICTS.add(str(i), verdict)
     assert list(cache_folder.iterdir()) == [cache_folder / "kernels.json"]
 
 
@@ -858,6 +868,62 @@ def test_experts_that_come_later_change_no_bit(emulate, fast, slow_disk, monkeyp
         assert same_bits(a, b)
     assert calls
     assert None not in calls
+
+
+def test_tuning_turns_the_kernels_on_and_off(emulate, fast):
+    """As one model between turns: with them it launches kernels, without it is as `load` has it."""
+    machine = emulate()
+    config = smoe_mlx.StreamingConfig(memory="30MB", tuned=False)
+    model = tune._Model(find_model("demo"), config, False, 60, 8, 8, lambda *_: None)
+    tokens = random_tokens(3)
+    model.begin()
+    for kernels in ("stock", "auto", "stock"):
+        model.apply(Setting(256, kernels=kernels))
+        machine.names.clear()
+        assert model.decode(2) > 0
+        for body in ("expert", "sum", "route"):
+            assert any(f"smoe_{body}_" in x for x in machine.names) == (kernels == "auto")
+        logits = model.model(mx.array([tokens]))
+        expected, _ = logits_of("stock" if kernels == "stock" else "fused", 0.5, tokens)
+        assert same_bits(logits, expected)
+    model.close()
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_tune_keeps_the_kernels_only_where_allowed(allow, emulate, fast, monkeypatch):
+    """The emulator knows no speed: here a token says how long it took."""
+    emulate()
+    monkeypatch.setattr(tune._Model, "read_prompt", lambda self, most=None: 1.0)
+    seconds = {"stock": 1.0, "auto": 0.8}
+    monkeypatch.setattr(tune._Model, "decode", lambda self, tokens: seconds[self.now.kernels])
+    found = smoe_mlx.tune("demo", seconds=1e6, allow_kernels=allow)
+    assert found.best.kernels == ("auto" if allow else "stock")
+    assert found.best.slots == found.start.slots
+    kept = find_tuned(find_model("demo"), smoe_mlx.StreamingConfig())
+    model, _ = smoe_mlx.load("demo")
+    if allow:
+        assert kept.options["kernels"] == "auto"
+        assert "kernels=auto" in found.kept
+        assert "the kernels round otherwise than mlx-lm" in str(found)
+        assert "fused in 8 of 8 layers" in smoe_mlx.stats(model).kernels
+    else:
+        assert kept is None
+        assert "pays, with other bits" in str(found)
+        assert "the kernels would be 25 % faster" in str(found)
+        assert "--allow-kernels" in str(found)
+        assert smoe_mlx.stats(model).kernels == "mlx-lm's operations"
+
+
+def test_tune_says_why_it_has_no_kernels(emulate, monkeypatch):
+    monkeypatch.setattr(tune._Model, "read_prompt", lambda self, most=None: 1.0)
+    monkeypatch.setattr(tune._Model, "decode", lambda self, tokens: 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "kernels" not in str(smoe_mlx.tune("demo", seconds=1e6))  # a CPU: not a word
+    emulate()
+    monkeypatch.setattr(tune, "computes_beside_the_host", lambda: True)
+    monkeypatch.setattr(load, "eligible", lambda *_: "7 bits are none of 2, 3, 4, 5, 6, 8")
+    assert "kernels were not tried: 7 bits" in str(smoe_mlx.tune("demo", seconds=1e6))
 
 
 def test_the_command(emulate, fast, monkeypatch, capsys):

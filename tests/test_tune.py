@@ -16,18 +16,9 @@ import smoe_mlx
 from smoe_mlx import tuned
 from smoe_mlx.config import StreamingConfig
 from smoe_mlx.errors import BudgetError
-from smoe_mlx.tune import (
-    DECODING,
-    MARGIN,
-    READING,
-    SHARES,
-    NoTimeError,
-    Search,
-    Setting,
-    Tuning,
-    all_choices,
-)
-from smoe_mlx.tuned import Tuned, find_tuned, remember
+from smoe_mlx.search import DECODING, MARGIN, READING, NoTimeError, Search, Setting, all_choices
+from smoe_mlx.tune import SHARES, Tuning
+from smoe_mlx.tuned import TUNED, Tuned, find_tuned, remember
 
 module = sys.modules["smoe_mlx.tune"]
 DEMO = Path(smoe_mlx.__file__).parent / "demo"
@@ -58,10 +49,12 @@ class Bench:
         return self.seconds_of(setting) * (1 + self.noise * abs(self.random.gauss(0, 1)))
 
 
-def search(seconds_of, slots=800, **options) -> tuple[Search, Bench]:
+def search(seconds_of, slots=800, kernels=False, allow=False, **options) -> tuple[Search, Bench]:
     bench = Bench(seconds_of, **options)
     sizes = [slots, *(round(share * slots) for share in SHARES)]
-    found = Search(bench, Setting(slots), TOTAL, all_choices(sizes, decoding=True))
+    found = Search(
+        bench, Setting(slots), TOTAL, all_choices(sizes, decoding=True, kernels=kernels), allow
+    )
     found.run()
     return found, bench
 
@@ -123,7 +116,6 @@ def test_a_larger_cache_is_not_always_better():
     assert 500 < found.best.slots <= 600
     assert set(found.curve) > {800, 700, 600, 500}
     assert found.curve[700] > 2 * found.curve[600]
-    assert found.speedup == pytest.approx(cliff(Setting(800)) / cliff(found.best))
 
 
 def test_the_search_looks_between_the_sizes_it_began_with():
@@ -180,6 +172,21 @@ def test_a_ctrl_c_ends_it_and_the_best_so_far_is_kept():
     assert 500 <= found.best.slots <= 600
 
 
+@pytest.mark.parametrize("allow", [False, True])
+def test_kernels_are_measured_and_taken_only_where_allowed(allow):
+    def surface(s: Setting) -> float:
+        return larger_is_faster(s) * (0.8 if s.kernels == "auto" else 1.0)
+
+    found, _ = search(surface, kernels=True, allow=allow)
+    assert found.best == Setting(800, kernels="auto" if allow else "stock")
+    change = {"kernels": "stock" if allow else "auto"}  # of the last race
+    tried = found.tried["kernels", str(change)]
+    assert tried.speedup == pytest.approx(0.8 if allow else 1 / 0.8)
+    assert tried.verdict == ("does not pay" if allow else "pays, with other bits")
+    assert "kernels" not in {t.name for t in search(surface, kernels=False)[0].tried.values()}
+    assert not search(flat, kernels=True)[0].tried["kernels", str({"kernels": "auto"})].pays
+
+
 def test_one_lucky_turn_is_no_reason():
     calls: list[int] = []
 
@@ -210,10 +217,8 @@ def test_what_turns_differ_by_may_be_chance():
 
 FOUND = Tuned(
     slots=100,
-    options={"io": "pread", "threads": 3, "lookahead": False, "spec": 0, "decode": "auto"},
+    options=Setting(100, threads=3, lookahead=False).options,
     memory=None,
-    tps=12.0,
-    default_tps=10.0,
     date="2026-11-30",
 )
 
@@ -222,7 +227,7 @@ def test_what_was_found_is_remembered_until_it_is_forgotten():
     assert find_tuned(DEMO, StreamingConfig()) is None
     remember(DEMO, FOUND)
     assert find_tuned(DEMO, StreamingConfig()) == FOUND
-    assert [p.name for p in tuned.cache_file().parent.iterdir()] == ["tuned.json"]
+    assert [p.name for p in TUNED.path.parent.iterdir()] == ["tuned.json"]
     remember(DEMO, None)
     assert find_tuned(DEMO, StreamingConfig()) is None
 
@@ -276,12 +281,12 @@ def hostile() -> dict:
         "threads": options(threads=10**9),
         "no number": options(threads="8"),
         "truth": options(lookahead="yes"),
-        "an option more": options(kernels="fused"),
+        "kernels": options(kernels="fused"),
+        "an option more": options(policy="lru"),
         "an option less": of(options={"io": "pread"}),
         "slots": of(slots=0),
         "a share": of(slots=0.5),
         "memory": of(memory="1GB"),
-        "nan": of(tps=math.nan),
         "a long date": of(date="2026" * 1000),
         "no date": {k: v for k, v in entry.items() if k != "date"},
         "a list": [1, 2],
@@ -291,19 +296,21 @@ def hostile() -> dict:
 @pytest.mark.parametrize("name", list(hostile()))
 def test_a_hostile_file_is_ignored_and_replaced(name):
     remember(DEMO, FOUND)
-    file = tuned.cache_file()
+    file = TUNED.path
     document = json.loads(file.read_text())
-    (key,) = document["models"]
-    document["models"][key] = hostile()[name]
+    (key,) = document["entries"]
+    document["entries"][key] = hostile()[name]
     file.write_text(json.dumps(document))
     assert find_tuned(DEMO, StreamingConfig()) is None
     remember(DEMO, FOUND)
     assert find_tuned(DEMO, StreamingConfig()) == FOUND
 
 
-@pytest.mark.parametrize("text", ["", "[", "[]", "{}", "[" * 10_000, '{"format": 1}'])
+@pytest.mark.parametrize(
+    "text", ["", "[", "[]", "{}", "[" * 10_000, '{"format": "smoe-mlx tuned 3"}']
+)
 def test_a_damaged_file_is_ignored(text):
-    tuned.cache_file().write_text(text)
+    TUNED.path.write_text(text)
     assert find_tuned(DEMO, StreamingConfig()) is None
 
 
@@ -349,22 +356,42 @@ def test_it_takes_no_more_memory_than_it_was_tuned_for_or_than_there_is(monkeypa
 
 # ---- all of it -----------------------------------------------------------------------------------
 
+TURN = {"prompt_tokens": 8, "generation_tokens": 10}
+
+
+def by_surface(monkeypatch, token, prompt=lambda setting: 1.0, really=False):
+    """Let a prompt and a token take what a surface says; `really` read and decode them too."""
+    read, decode = module._Model.read_prompt, module._Model.decode
+
+    def read_prompt(self, most=None):
+        assert not really or read(self, most) > 0
+        return prompt(self.now)
+
+    def decode_(self, tokens):
+        assert not really or decode(self, tokens) > 0
+        return token(self.now)
+
+    monkeypatch.setattr(module._Model, "read_prompt", read_prompt)
+    monkeypatch.setattr(module._Model, "decode", decode_)
+
 
 def test_tune_measures_the_model_and_remembers(monkeypatch):
-    real = module._Model.turn
+    def token(s: Setting) -> float:
+        return 1.0 + (s.threads != 4) + abs(s.slots - 140) / 100
 
-    def turn(self, setting):
-        """Really taken, but the time is that of a surface."""
-        assert real(self, setting) > 0
-        return 1.0 + (setting.threads != 4) + abs(setting.slots - 140) / 100
-
-    monkeypatch.setattr(module._Model, "turn", turn)
+    by_surface(monkeypatch, token, really=True)
     monkeypatch.setattr(module, "SHARES", (0.5,))
     monkeypatch.setattr(module, "MOST_TOKENS", 2)
-    monkeypatch.setattr(module, "READING", {"io": [{"io": "direct"}], "threads": [{"threads": 4}]})
+    monkeypatch.setitem(READING, "io", [{"io": "direct"}])
+    monkeypatch.setitem(READING, "threads", [{"threads": 4}])
+    monkeypatch.delitem(READING, "reading ahead")
     turns: list[str] = []
     found = smoe_mlx.tune(
-        DEMO, StreamingConfig(memory="30MB"), 1e6, progress=lambda _, what: turns.append(what)
+        DEMO,
+        StreamingConfig(memory="30MB"),
+        1e6,
+        progress=lambda _, what: turns.append(what),
+        **TURN,
     )
     assert found.ended == ""
     assert found.best.threads == 4
@@ -373,33 +400,89 @@ def test_tune_measures_the_model_and_remembers(monkeypatch):
     assert found.turns == len(turns) > 10
     assert found.start == Setting(found.curve[-1].slots)
     assert all(p.memory <= 30_000_000 for p in found.curve)
-    assert found.best != found.start
-    json.dumps(found.as_dict())
+    assert found.best_turn.seconds == pytest.approx(1 + 10 * token(found.best))
+    assert found.start_turn.seconds == pytest.approx(1 + 10 * token(found.start))
+    assert {p.slots: p.seconds for p in found.curve}[140] == pytest.approx(11, rel=0.1)
+    said = str(found)
+    assert "a prompt of 8 tokens and an answer of 10" in said
+    assert f"kept, for load and the commands (not with --no-tuned): {found.kept}" in said
+    written = json.loads(json.dumps(found.as_dict()))
+    assert written["best_turn"]["seconds"] == found.best_turn.seconds
+    assert written["best_turn"]["prompt_tokens"] == 8
     remembered = find_tuned(DEMO, StreamingConfig())
+    assert str(remembered) == found.kept
     assert remembered.options == found.best.options
     assert remembered.memory == 30_000_000
+    assert "memory<=30 MB" in found.kept
     model, _ = smoe_mlx.load(DEMO)
     assert smoe_mlx.stats(model).plan.slots <= found.best.slots
     plain, _ = smoe_mlx.load(DEMO, slots=1.0)
     assert tokens_of(model) == tokens_of(plain)
 
 
+def of_threads(otherwise, **seconds):
+    return lambda s: seconds.get(f"n{s.threads}", otherwise)
+
+
+@pytest.mark.parametrize(("generation_tokens", "best"), [(2, 32), (100, 4)])
+def test_the_turn_decides_and_not_decoding_alone(generation_tokens, best, monkeypatch):
+    """Decoding is fastest with 4 threads, prompts with 32: which is more of the turn?"""
+    read: list[Setting] = []
+
+    def prompt(s: Setting) -> float:
+        read.append(s)
+        return 5.0 if s.threads == 32 else 10.0
+
+    by_surface(monkeypatch, of_threads(1.0, n4=0.5), prompt)
+    config = StreamingConfig(memory="30MB")
+    turn = {"prompt_tokens": 8, "generation_tokens": generation_tokens}
+    found = smoe_mlx.tune(DEMO, config, 1e6, **turn)
+    assert found.best.threads == best
+    assert found.each_prompt
+    assert found.turns > 2 * len(read)  # one for all turns that differ in nothing else
+    assert find_tuned(DEMO, StreamingConfig()).options["threads"] == best
+
+
+@pytest.mark.parametrize(("prompt_with_4", "best"), [(20.0, 8), (10.5, 4)])
+def test_prompts_too_long_for_each_setting_are_compared_at_the_end(
+    prompt_with_4, best, monkeypatch
+):
+    read: list[Setting] = []
+
+    def prompt(s: Setting) -> float:
+        read.append(s)
+        return prompt_with_4 if s.threads == 4 else 10.0
+
+    by_surface(monkeypatch, of_threads(1.0, n4=0.5), prompt)
+    turn = {"prompt_tokens": 8, "generation_tokens": 4}
+    found = smoe_mlx.tune(DEMO, StreamingConfig(memory="30MB"), 60, **turn)
+    assert found.best.threads == best
+    assert len(read) == 3
+    said = str(found)
+    assert "a prompt takes 10.0 s, too long to read one with each setting" in said
+    assert "with --seconds 400." in said
+    assert ("what was taken was not faster than the defaults in the end" in said) == (best == 8)
+
+
 @pytest.mark.parametrize("after", [3, 60])
 def test_a_ctrl_c_keeps_and_remembers_the_best_so_far(after, monkeypatch):
-    turns: list[Setting] = []
+    turns: list[str] = []
 
-    def turn(self, setting):
-        turns.append(setting)
+    def progress(passed: float, what: str) -> None:
+        turns.append(what)
         if len(turns) > after:
             raise KeyboardInterrupt
-        return 1.0 + abs(setting.slots - 140) / 100
 
-    monkeypatch.setattr(module._Model, "turn", turn)
-    found = smoe_mlx.tune(DEMO, StreamingConfig(memory="30MB"))
+    by_surface(monkeypatch, lambda s: 1.0 + abs(s.slots - 140) / 100)
+    remember(DEMO, FOUND)
+    config = StreamingConfig(memory="30MB")
+    found = smoe_mlx.tune(DEMO, config, 1e6, progress=progress, **TURN)
     assert found.ended == "interrupted"
     assert len(turns) == after + 1  # and no turns afterwards to see whether it is true
     assert (found.best == found.start) == (after == 3)
-    if after == 60:
+    if after == 3:
+        assert find_tuned(DEMO, StreamingConfig()) == FOUND
+    else:
         assert abs(found.best.slots - 140) < 10
         assert find_tuned(DEMO, StreamingConfig()).slots == found.best.slots
     assert "interrupted, so not all was tried" in str(found)
@@ -407,15 +490,15 @@ def test_a_ctrl_c_keeps_and_remembers_the_best_so_far(after, monkeypatch):
 
 def test_of_a_vault(tmp_path, monkeypatch):
     vault = smoe_mlx.shatter("demo", tmp_path / "demo")
-    monkeypatch.setattr(module._Model, "turn", lambda self, s: 1.0 + (s.slots != 128))
-    found = smoe_mlx.tune(vault, StreamingConfig(memory="30MB"))
+    by_surface(monkeypatch, lambda s: 1.0 + (s.slots != 128))
+    found = smoe_mlx.tune(vault, StreamingConfig(memory="30MB"), 1e6, **TURN)
     assert found.ended == ""
     assert smoe_mlx.stats(smoe_mlx.load(vault)[0]).tuned
 
 
 def test_a_setting_is_what_the_model_then_does():
-    model = module._Model(DEMO, StreamingConfig(memory="30MB"), False, 60, lambda *_: None)
-    model.read_prompt()
+    model = module._Model(DEMO, StreamingConfig(memory="30MB"), False, 60, 8, 8, lambda *_: None)
+    model.begin()
     for setting in (
         Setting(128, "direct", 2, lookahead=False),
         Setting(256, "mmap", 0, spec=2),
@@ -437,18 +520,40 @@ def test_a_setting_is_what_the_model_then_does():
     model.close()
 
 
+@pytest.mark.parametrize("can_trim", [True, False])
+def test_turns_stay_within_the_context(can_trim, monkeypatch):
+    monkeypatch.setattr(module, "can_trim_prompt_cache", lambda cache: can_trim)
+    config = StreamingConfig(memory="30MB", context=64)
+    model = module._Model(DEMO, config, False, 60, 30, 30, lambda *_: None)
+    model.begin()
+    read, prompts = model.read_prompt, []
+    monkeypatch.setattr(model, "read_prompt", lambda: prompts.append(1) or read())
+    for _ in range(6):
+        assert model.decode(20) > 0
+        assert 30 < model.cache[0].offset <= 64
+    assert len(prompts) == (0 if can_trim else 5)
+    model.close()
+
+
 def test_too_little_memory_to_tune_is_said():
     least = smoe_mlx.plan(DEMO, slots=1.0).minimum
     with pytest.raises(BudgetError, match="the 64 experts of one token"):
         smoe_mlx.tune(DEMO, StreamingConfig(memory=least))
     with pytest.raises(ValueError, match="lossy"):
         smoe_mlx.tune(DEMO, StreamingConfig(decode="lossy"))
+    with pytest.raises(ValueError, match="allow_kernels"):
+        smoe_mlx.tune(DEMO, StreamingConfig(kernels="auto"))
+    with pytest.raises(ValueError, match="from 1 on"):
+        smoe_mlx.tune(DEMO, prompt_tokens=0)
+    with pytest.raises(BudgetError, match="longer than the context of 1,024"):
+        smoe_mlx.tune(DEMO, prompt_tokens=1000)
 
 
 def test_commands(tmp_path):
     plot = tmp_path / "curve.png"
-    out = smoe("tune", "demo", "--seconds", "3", "--memory", "30MB", "--plot", str(plot))
-    for word in ("slots", "tok/s", "turns in", "best: "):
+    few = ("--prompt-tokens", "16", "--generation-tokens", "8")
+    out = smoe("tune", "demo", "--seconds", "3", *few, "--memory", "30MB", "--plot", str(plot))
+    for word in ("a prompt of 16 tokens", "slots", "tok/s", "turns in", "without tuning: "):
         assert word in out.stdout
     assert "of 3 s" in out.stderr
     assert plot.read_bytes().startswith(b"\x89PNG")

@@ -34,6 +34,11 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
+def names() -> dict[str, str]:
+    """What tells the default device from others."""
+    return {k: str(v) for k, v in mx.device_info().items() if "name" in k or "arch" in k}
+
+
 def max_buffer_nbytes() -> int:
     """The largest array that the default device takes, in bytes."""
     info = mx.device_info()

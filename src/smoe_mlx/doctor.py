@@ -24,7 +24,7 @@ from .machine import total_memory, used_swap
 from .plan import INTERPRETER_NBYTES, SYSTEM_NBYTES, MemoryPlan, format_bytes, usable_nbytes
 from .skeleton import Skeleton, build_skeleton
 from .speed import Compute, Forecast, forecast, measure_compute
-from .store.files import OpenFile, cache_folder, read_json, write_json
+from .store.files import Known, OpenFile
 from .store.probe import DiskProbe, probe_disk
 from .trace import Trace
 from .tuned import find_tuned
@@ -35,7 +35,6 @@ SIZES = tuple(n * 10**9 for n in (8, 16, 24, 32, 36, 48, 64, 96, 128, 192, 256, 
 SIM_LATENCY = 100e-6  # of an SSD that one does not have
 ASSUMED_DISK = 3e9  # bytes a second, where nothing could be measured
 PROBE_DAYS = 30  # for which a measurement of a disk is believed
-MOST_PROBE_NBYTES = 1 << 20  # far more than the disks of a machine fill
 SWAP_NBYTES = 1 << 30  # more than this in use slows everything
 
 
@@ -235,17 +234,15 @@ def _disk(
     folder = huggingface_hub.constants.HF_HUB_CACHE if is_remote else files[0].path.parent
     pieces = 1 if skeleton.layouts[0].checksums is not None else len(skeleton.layouts[0].tensors)
     key = f"{platform.node()} {_device_of(folder)} {record} {pieces} {config.threads}"
-    store = cache_folder() / "disks.json"
-    known = _known_disks(store)
-    if key in known:
-        return DiskProbe(**known[key]["probe"]), "measured here lately"
+    known = DISKS.entries().get(key)
+    if known is not None and time.time() < known.time + PROBE_DAYS * 86400:
+        return known.probe, "measured here lately"
     if is_remote:
         probe = DiskProbe(ASSUMED_DISK, record, "direct", SIM_LATENCY)
         return probe, "assumed, as the model is not on this machine (see --sim-disk)"
     probe = probe_disk(files, skeleton.layouts, config.threads)
-    known[key] = {"time": time.time(), "probe": asdict(probe)}
     with contextlib.suppress(OSError):  # then it is measured again
-        write_json(store, known)
+        DISKS.add(key, _KnownDisk(time.time(), probe))
     how = "" if probe.io == "direct" else " (through the page cache: no direct reads there)"
     return probe, f"measured{how}"
 
@@ -257,16 +254,20 @@ def _device_of(folder: str | os.PathLike[str]) -> int:
     return path.stat().st_dev
 
 
-def _known_disks(store: Path) -> dict[str, Any]:
-    """Measurements that are not too old; none if the file is not what was written."""
-    try:
-        known = read_json(store, MOST_PROBE_NBYTES)
-        fresh = time.time() - PROBE_DAYS * 86400
-        for entry in known.values():
-            DiskProbe(**entry["probe"])
-        return {k: v for k, v in known.items() if v["time"] > fresh}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, CheckpointError):
-        return {}
+@dataclass(frozen=True)
+class _KnownDisk:
+    time: float
+    probe: DiskProbe
+
+
+def _known_disk(entry: dict[str, Any]) -> _KnownDisk:
+    probe = DiskProbe(**entry["probe"])
+    if not (entry["time"] >= 0 and probe.bytes_per_second > 0 and probe.latency_seconds >= 0):
+        raise ValueError("not what was measured")
+    return _KnownDisk(entry["time"], probe)
+
+
+DISKS = Known("disks", 1, _known_disk)
 
 
 # ---- advice --------------------------------------------------------------------------------------

@@ -106,10 +106,15 @@ def load_model(
     trust_remote_code: bool = False,
     config: StreamingConfig | None = None,
     adapter_path: str | None = None,
+    share: int | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """`load` without the tokenizer, from a local folder. Returns (model, its config)."""
+    """`load` without the tokenizer, from a local folder. Returns (model, its config).
+
+    Args:
+        share: bytes that the model may take of what `config` allows, beside other models.
+    """
     using_mlx()
-    config, tuned = _with_tuned(folder, config or StreamingConfig())
+    config, tuned = _with_tuned(folder, config or StreamingConfig(), share)
     checkpoint, vault = open_weights(folder)
     try:
         skeleton = build_skeleton(folder, checkpoint, model_config, trust_remote_code, vault)
@@ -173,7 +178,18 @@ def plan(
     """
     config = _streaming_config(memory, slots, config)
     folder = find_model(path_or_repo, revision)
-    config, tuned = _with_tuned(folder, config)
+    return plan_model(folder, model_config, trust_remote_code, config)
+
+
+def plan_model(
+    folder: Path,
+    model_config: dict[str, Any] | None,
+    trust_remote_code: bool,
+    config: StreamingConfig,
+    share: int | None = None,
+) -> MemoryPlan:
+    """`plan` for a local folder. `share` is that of `load_model`."""
+    config, tuned = _with_tuned(folder, config, share)
     checkpoint, vault = open_weights(folder)
     try:
         skeleton = build_skeleton(folder, checkpoint, model_config, trust_remote_code, vault)
@@ -255,10 +271,15 @@ def _shape_and_plan(
         raise CheckpointError(f"config.json: a number is none, or impossible ({e}).") from e
 
 
-def _with_tuned(folder: Path, config: StreamingConfig) -> tuple[StreamingConfig, Tuned | None]:
+def _with_tuned(
+    folder: Path, config: StreamingConfig, share: int | None = None
+) -> tuple[StreamingConfig, Tuned | None]:
     """The options that `smoe-mlx tune` found, where the user asks for nothing."""
     tuned = find_tuned(folder, config)
-    return (config if tuned is None else replace(config, **tuned.options)), tuned
+    options = {} if tuned is None else tuned.options
+    if share is not None and config.slots is None:
+        options = {**options, "memory": share}
+    return replace(config, **options), tuned
 
 
 def _available(config: StreamingConfig) -> int:

@@ -15,8 +15,9 @@ import numpy as np
 from .errors import SmoeError
 from .panel import BUCKETS, Panel, TokenTimes
 from .replay import OPTIMAL, Report, overlap, uses
+from .search import SLOTS
 from .trace import Trace
-from .tune import SLOTS, Tuning
+from .tune import Tuning
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKS = "os^Dvx"
@@ -184,19 +185,21 @@ def plot_timeline(token: TokenTimes, path: File = None) -> Any:
 
 
 def plot_tuning(tuning: Tuning, path: File = None) -> Any:
-    """Draw tokens a second over slots, and the speed of each option. As `plot_lines`."""
+    """Draw the time of a turn over slots, and the speed of each option. As `plot_lines`."""
     options = [t for t in tuning.tried if t.name != SLOTS][::-1]
     figure = new_figure()
     left, *right = figure.subplots(1, 2 if options else 1, squeeze=False)[0]
     share = [100 * p.slots / tuning.num_experts for p in tuning.curve]
-    left.plot(share, [p.tps for p in tuning.curve], color=COLOURS[0], marker="o", label="measured")
+    seconds = [p.seconds for p in tuning.curve]
+    left.plot(share, seconds, color=COLOURS[0], marker="o", label="measured")
     for p in tuning.curve:
         if p.slots == tuning.best.slots:
             x = 100 * p.slots / tuning.num_experts
-            left.plot([x], [p.tps], color=COLOURS[1], marker="s", linestyle="", label="best")
+            left.plot([x], [p.seconds], color=COLOURS[1], marker="s", linestyle="", label="best")
     left.set_xlabel("experts in memory (% of all)")
-    left.set_ylabel("decoding (tok/s)")
-    left.set_ylim(bottom=0)
+    turn = tuning.start_turn
+    left.set_ylabel(f"a turn of {turn.prompt_tokens:,} + {turn.generation_tokens:,} tokens (s)")
+    left.set_ylim(0, 1.1 * max(seconds, default=1.0))
     names = [", ".join(f"{k}={v}" for k, v in t.change.items()) for t in options]
     colours = [COLOURS[1] if t.taken else COLOURS[0] for t in options]
     for axes in right:

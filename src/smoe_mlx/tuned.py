@@ -1,30 +1,27 @@
 """What `smoe-mlx tune` found out, remembered for a model on this machine.
 
 Kept in `tuned.json` in the user's cache folder, by the model's files, the machine, and the versions
-of MLX and mlx-lm. A file that is damaged is ignored, and replaced.
+of MLX and mlx-lm.
 """
 
-import math
 import platform
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from .config import StreamingConfig
+from .device import names
 from .machine import total_memory
 from .model_config import fingerprint
-from .store.files import cache_folder, read_json, write_json
+from .plan import format_bytes
+from .store.files import Known
 
 # Of StreamingConfig: what is tuned besides the slots, and what has to be as it is by default for
 # that to be used.
-OPTIONS = ("io", "threads", "lookahead", "spec", "decode")
+OPTIONS = ("io", "threads", "lookahead", "spec", "decode", "kernels")
 ASKED = (
-    *OPTIONS, "memory", "slots", "hits_first", "kernels", "policy", "hot_per_layer", "prefill_step",
+    *OPTIONS, "memory", "slots", "hits_first", "policy", "hot_per_layer", "prefill_step",
 )  # fmt: skip
-FORMAT, VERSION = "smoe-mlx tuned", 1
-MOST_BYTES, MOST_MODELS = 1 << 20, 512
 MOST_THREADS = 256
 
 
@@ -36,21 +33,18 @@ class Tuned:
         slots: the most that pay; None: as many as the memory holds.
         options: `OPTIONS` of `StreamingConfig`.
         memory: the limit that it was tuned under, or None.
-        tps, default_tps: tokens a second with it, and without.
         date: when, as 2026-11-30.
     """
 
     slots: int | None
     options: dict[str, Any]
     memory: int | None
-    tps: float
-    default_tps: float
     date: str
 
     def __str__(self) -> str:
         what = [f"{k}={v}" for k, v in self.options.items() if v != getattr(StreamingConfig, k)]
         what += [] if self.slots is None else [f"slots<={self.slots:,}"]
-        what += [] if self.memory is None else [f"memory<={self.memory:,}"]
+        what += [] if self.memory is None else [f"memory<={format_bytes(self.memory)}"]
         return f"{', '.join(what) or 'the defaults'} (smoe-mlx tune, {self.date})"
 
 
@@ -59,45 +53,21 @@ def find_tuned(folder: Path, config: StreamingConfig) -> Tuned | None:
     default = StreamingConfig()
     if not config.tuned or any(getattr(config, n) != getattr(default, n) for n in ASKED):
         return None
-    known = _load()
+    known = TUNED.entries()
     return known.get(_key(folder)) if known else None
 
 
 def remember(folder: Path, tuned: Tuned | None) -> None:
     """Keep this for the model in `folder`, or nothing any more. Raises OSError."""
-    known = _load()
-    known.pop(_key(folder), None)
-    if tuned is not None:
-        known[_key(folder)] = tuned
-    kept = dict(list(known.items())[-MOST_MODELS:])
-    document = {"format": FORMAT, "version": VERSION}
-    write_json(cache_file(), {**document, "models": {k: asdict(v) for k, v in kept.items()}})
-
-
-def cache_file() -> Path:
-    """Where it is kept."""
-    return cache_folder() / "tuned.json"
+    TUNED.add(_key(folder), tuned)
 
 
 def _key(folder: Path) -> str:
     """All that the finding depends on, in a hash."""
-    device = {k: str(v) for k, v in mx.device_info().items() if "name" in k or "arch" in k}
-    return fingerprint(folder, platform.node(), platform.machine(), total_memory(), device)
-
-
-def _load() -> dict[str, Tuned]:
-    """What the file holds; nothing if it is missing or not to be trusted."""
-    try:
-        document: Any = read_json(cache_file(), MOST_BYTES)
-        if (document["format"], document["version"]) != (FORMAT, VERSION):
-            return {}
-        return {key: _checked(entry) for key, entry in document["models"].items()}
-    except Exception:  # json raises several kinds on damage
-        return {}
+    return fingerprint(folder, platform.node(), platform.machine(), total_memory(), names())
 
 
 def _checked(entry: dict[str, Any]) -> Tuned:
-    """Raises whatever it likes on an entry that `remember` did not write."""
     tuned = Tuned(**{f.name: entry[f.name] for f in fields(Tuned)})
     options = tuned.options
     StreamingConfig(**options)
@@ -106,14 +76,17 @@ def _checked(entry: dict[str, Any]) -> Tuned:
     ok = (
         set(options) == set(OPTIONS)
         and options["decode"] != "lossy"
+        and options["kernels"] != "fused"
         and type(options["lookahead"]) is bool
         and 0 <= options["threads"] <= MOST_THREADS
         and (tuned.slots is None or type(tuned.slots) is int)
         and (tuned.memory is None or type(tuned.memory) is int)
-        and all(math.isfinite(x) and x > 0 for x in (tuned.tps, tuned.default_tps))
         and isinstance(tuned.date, str)
         and len(tuned.date) == 10
     )
     if not ok:
         raise ValueError("not what was found")
     return tuned
+
+
+TUNED = Known("tuned", 2, _checked)

@@ -16,8 +16,16 @@ from ..hub import find_model
 from ..load import plan as make_plan
 from ..plot import new_figure, plot_tuning
 from ..trace import load_trace
-from ..tune import SECONDS, tune
-from .flags import DEMO_PROMPT, add_budget, add_model, budgets, model_name, streaming_config
+from ..tune import GENERATION_TOKENS, PROMPT_TOKENS, SECONDS, tune
+from .flags import (
+    DEMO_PROMPT,
+    add_budget,
+    add_model,
+    budgets,
+    from_one,
+    model_name,
+    streaming_config,
+)
 
 
 def add_commands(commands: Any) -> None:
@@ -59,6 +67,26 @@ def add_commands(commands: Any) -> None:
     tune_.add_argument("--context", type=int, help="tokens of KV cache to plan for")
     tune_.add_argument(
         "--seconds", type=float, default=SECONDS, help=f"for all of it (default: {SECONDS:.0f})"
+    )
+    tune_.add_argument(
+        "--prompt-tokens",
+        type=from_one,
+        default=PROMPT_TOKENS,
+        metavar="N",
+        help=f"of the prompt in a turn, whose time is what counts (default: {PROMPT_TOKENS})",
+    )
+    tune_.add_argument(
+        "--generation-tokens",
+        type=from_one,
+        default=GENERATION_TOKENS,
+        metavar="N",
+        help=f"of the answer in it (default: {GENERATION_TOKENS})",
+    )
+    tune_.add_argument(
+        "--allow-kernels",
+        action="store_true",
+        help="take the expert kernels of a GPU if they are faster: they round otherwise than "
+        "mlx-lm (docs/kernels.md)",
     )
     tune_.add_argument("--plot", help="write a plot to this file (needs smoe-mlx[plots])")
     tune_.add_argument("--json", action="store_true", help="print JSON")
@@ -120,8 +148,17 @@ def run_tune(args: argparse.Namespace) -> None:
             bar.update(min(passed, args.seconds) - bar.n)
             bar.set_description_str(what)
 
-        name, folder = model_name(args), (args.revision, args.trust_remote_code)
-        tuning = tune(name, config, args.seconds, *folder, show)
+        tuning = tune(
+            model_name(args),
+            config,
+            args.seconds,
+            args.revision,
+            args.trust_remote_code,
+            show,
+            prompt_tokens=args.prompt_tokens,
+            generation_tokens=args.generation_tokens,
+            allow_kernels=args.allow_kernels,
+        )
     if args.plot is not None:
         plot_tuning(tuning, args.plot)
     print(json.dumps(tuning.as_dict(), indent=2) if args.json else tuning)

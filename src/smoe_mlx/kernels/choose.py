@@ -1,7 +1,7 @@
 """Which layers use the kernels: what the user wants, what the machine can, what a self-test said.
 
 Verdicts of self-tests are remembered in `kernels.json` in the user's cache folder, by machine,
-versions, kernel text and geometry. A file that is damaged is ignored, and replaced.
+versions, kernel text and geometry.
 """
 
 import contextlib
@@ -10,15 +10,14 @@ import json
 import math
 import platform
 import warnings
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 
-from ..store.files import cache_folder, read_json, write_json
+from ..device import names
+from ..store.files import Known
 from .experts import FusedExperts, Geometry, Tiling, backend, kernel_text
 from .route import FusedRouter
 from .selftest import (
@@ -33,8 +32,6 @@ from .selftest import (
 )
 
 KERNELS = ("auto", "stock", "fused")
-FORMAT, VERSION = "smoe-mlx kernels", 1
-MOST_BYTES, MOST_VERDICTS = 1 << 20, 512
 
 
 class KernelChooser:
@@ -87,10 +84,11 @@ class KernelChooser:
         fused = FusedExperts(geometry)
         try:
             key = _key(geometry, weighted)
-            verdict = _load().get(key)
+            verdict = VERDICTS.entries().get(key)
             if verdict is None:
                 verdict = self_test(fused, stock, activation, weighted)
-                _save(key, verdict)
+                with contextlib.suppress(OSError):  # then it is found again next time
+                    VERDICTS.add(key, verdict)
             elif not verdict.fault:
                 try_launch(fused)
         except Exception as e:  # whatever MLX, a driver or a compiler raises
@@ -151,35 +149,17 @@ class KernelChooser:
 # ---- verdicts, remembered ------------------------------------------------------------------------
 
 
-def cache_file() -> Path:
-    """Where verdicts are kept."""
-    return cache_folder() / "kernels.json"
-
-
 def _key(geometry: Geometry, weighted: bool) -> str:
     """All that a verdict depends on, in a hash."""
-    device = {k: str(v) for k, v in mx.device_info().items() if "name" in k or "arch" in k}
     bodies = (("expert", geometry.activation), ("expert", "u"), ("sum", ""))
     texts = [kernel_text(backend() or "", body, (), a)["name"] for body, a in bodies]
     versions = [module.__version__ for module in (mx, mlx_lm)]
-    parts: list[Any] = [*versions, platform.platform(), device, texts, weighted, Tiling()]
+    parts: list[Any] = [*versions, platform.platform(), names(), texts, weighted, Tiling()]
     parts.append({**vars(geometry), "dtype": str(geometry.dtype)})
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _load() -> dict[str, Verdict]:
-    """The verdicts of the file; none if it is missing or not to be trusted."""
-    try:
-        document: Any = read_json(cache_file(), MOST_BYTES)
-        if (document["format"], document["version"]) != (FORMAT, VERSION):
-            return {}
-        return {key: _verdict(entry) for key, entry in document["verdicts"].items()}
-    except Exception:  # json raises several kinds on damage
-        return {}
-
-
 def _verdict(entry: dict[str, Any]) -> Verdict:
-    """Raises whatever it likes on an entry that `_save` did not write."""
     fault, speedup = entry["fault"], {int(n): s for n, s in entry["speedup"].items()}
     numbers = [entry["error"], entry["stock_error"], *speedup.values()]
     # (NaN is an error that a kernel may well have, with a fault.)
@@ -191,11 +171,4 @@ def _verdict(entry: dict[str, Any]) -> Verdict:
     return Verdict(fault, entry["error"], entry["stock_error"], speedup)
 
 
-def _save(key: str, verdict: Verdict) -> None:
-    """Add a verdict; the file is replaced when the new one is whole."""
-    verdicts = _load()
-    verdicts[key] = verdict
-    kept = dict(list(verdicts.items())[-MOST_VERDICTS:])
-    document = {"format": FORMAT, "version": VERSION}
-    with contextlib.suppress(OSError):  # then it is found again next time
-        write_json(cache_file(), {**document, "verdicts": {k: asdict(v) for k, v in kept.items()}})
+VERDICTS = Known("kernels", 1, _verdict)

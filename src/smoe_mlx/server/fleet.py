@@ -3,7 +3,7 @@
 import gc
 import logging
 from argparse import Namespace
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
+from mlx_lm.utils import load_tokenizer
 
 from ..config import StreamingConfig, parse_bytes
+from ..device import available_nbytes
 from ..errors import SmoeError
 from ..hub import find_model
-from ..load import load
-from ..load import plan as make_plan
-from ..machine import available_memory
+from ..load import load_model, plan_model
 from ..model_config import fingerprint
-from ..plan import MemoryPlan, format_bytes, usable_nbytes
+from ..plan import PAGE_CACHE_SHARE, MemoryPlan, format_bytes, usable_nbytes
 from .errors import RequestError, UnknownModelError
 from .sessions import Sessions
 
@@ -57,12 +57,20 @@ class Fleet(ModelProvider):
         super().__init__(args)
         self.config, self.sessions = config, sessions
         self.step = args.prefill_step_size
-        memory = config.memory
-        self.budget = usable_nbytes(available_memory()) if memory is None else parse_bytes(memory)
+        planned = config.memory is None and config.slots is None  # from what the machine has
+        available = available_nbytes() if config.memory is None else 0
+        self.budget = parse_bytes(config.memory) if config.memory else usable_nbytes(available)
         self.budget -= args.prompt_cache_bytes or 0
         self.resident: dict[str, Loaded] = {}
         # What does not fit at all is said now, not to the first who asks for it.
-        self.plans = {name: self._plan(name, self.budget) for name in self.folders}
+        self.plans = {
+            name: plan_model(folder, None, args.trust_remote_code, config, self.budget)
+            for name, folder in self.folders.items()
+        }
+        full = sum(plan.full for plan in self.plans.values())
+        if planned and full > self.budget and config.io != "direct":  # as `plan` does for one
+            beyond = self.budget - max(plan.useful for plan in self.plans.values())
+            self.budget -= max(0, min(int(PAGE_CACHE_SHARE * available), beyond))
         self.shares = _shares(self.plans, self.budget)
 
     def name_of(self, asked: str) -> str:
@@ -98,18 +106,6 @@ class Fleet(ModelProvider):
         for name in list(self.resident):
             self._unload(name)
 
-    def _plan(self, name: str, memory: int) -> MemoryPlan:
-        return make_plan(
-            self.folders[name],
-            trust_remote_code=self.cli_args.trust_remote_code,
-            config=self._config(memory),
-        )
-
-    def _config(self, memory: int) -> StreamingConfig:
-        if self.config.slots is not None:
-            return self.config
-        return replace(self.config, memory=memory)
-
     def _load_beside(self, name: str) -> Loaded:
         needed = self.plans[name].total if self.config.slots else self.shares[name]
         super().reset()  # the current model may be one that has to go
@@ -120,19 +116,26 @@ class Fleet(ModelProvider):
         while self.resident and room() < needed:
             self._unload(next(iter(self.resident)))
         try:
-            model, tokenizer, *_ = load(
-                self.folders[name],
-                tokenizer_config=dict(self._tokenizer_config),
-                adapter_path=self.cli_args.adapter_path,
+            folder = self.folders[name]
+            model, config = load_model(
+                folder,
                 trust_remote_code=self.cli_args.trust_remote_code,
-                config=self._config(min(room(), self.shares[name])),
+                config=self.config,
+                adapter_path=self.cli_args.adapter_path,
+                share=min(room(), self.shares[name]),
+            )
+            tokenizer = load_tokenizer(
+                folder,
+                dict(self._tokenizer_config),
+                eos_token_ids=config.get("eos_token_id"),
             )
         except (SmoeError, OSError) as e:
             raise RequestError(500, f"{name} cannot be loaded: {e}") from e
-        plan: MemoryPlan = model._streaming.plan
+        plan, tuned = model._streaming.plan, model._streaming.tuned
         self.sessions.open(name, self._fingerprint(name))
         self._limit_sessions([*(x.plan for x in self.resident.values()), plan])
-        logging.info(f"{name} loaded: {format_bytes(plan.total)} planned")
+        how = f"; as tuned: {tuned}" if tuned else ""
+        logging.info(f"{name} loaded: {format_bytes(plan.total)} planned{how}")
         return Loaded(model, tokenizer, plan)
 
     def _unload(self, name: str) -> None:

@@ -110,6 +110,13 @@ class Metrics:
             "Memory planned for the model.",
             {f'{{model="{_escape(m)}"}}': s.plan.total for m, s in models.items()},
         )
+        tuned = {m: s.tuned for m, s in models.items() if s.tuned}
+        family(
+            "tuned_info",
+            "gauge",
+            "Models that do as smoe-mlx tune found to be fastest.",
+            {f'{{model="{_escape(m)}",settings="{_escape(t)}"}}': 1 for m, t in tuned.items()},
+        )
         return "\n".join(lines) + "\n"
 
 

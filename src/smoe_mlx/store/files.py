@@ -6,12 +6,15 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, BinaryIO, Generic, TypeGuard, TypeVar
 
 from ..errors import CheckpointChangedError, CheckpointError, SmoeError
+
+T = TypeVar("T")
+MOST_KNOWN_NBYTES, MOST_KNOWN = 1 << 20, 512
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,50 @@ def cache_folder() -> Path:
     with contextlib.suppress(OSError):  # whoever writes there will say so
         folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@dataclass(frozen=True)
+class Known(Generic[T]):
+    """What earlier runs found out: dataclasses by key, in a JSON file in the user's cache folder.
+
+    A file that is missing, or not to be trusted, holds nothing, and is replaced. The latest
+    `MOST_KNOWN` are kept.
+
+    Args:
+        what: the name of the file, without its suffix.
+        version: of what it holds; that of another one is not read.
+        check: makes an entry from its JSON. Raises whatever it likes if `add` did not write it.
+    """
+
+    what: str
+    version: int
+    check: Callable[[Any], T]
+
+    @property
+    def path(self) -> Path:
+        return cache_folder() / f"{self.what}.json"
+
+    @property
+    def format(self) -> str:
+        return f"smoe-mlx {self.what} {self.version}"
+
+    def entries(self) -> dict[str, T]:
+        try:
+            document = read_json(self.path, MOST_KNOWN_NBYTES)
+            if document["format"] != self.format:
+                return {}
+            return {key: self.check(entry) for key, entry in document["entries"].items()}
+        except Exception:  # json raises several kinds on damage
+            return {}
+
+    def add(self, key: str, entry: T | None) -> None:
+        """Keep an entry in the place of the one of this key, or (None) nothing. Raises OSError."""
+        entries = self.entries()
+        entries.pop(key, None)
+        if entry is not None:
+            entries[key] = entry
+        kept: list[tuple[str, Any]] = list(entries.items())[-MOST_KNOWN:]
+        write_json(self.path, {"format": self.format, "entries": {k: asdict(v) for k, v in kept}})
 
 
 def no_duplicate_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
