@@ -391,6 +391,13 @@ def test_without_a_budget_and_without_memory_the_error_says_so():
         plan_of(plain, available=1 << 30)
 
 
+def test_auto_memory_is_that_of_no_budget():
+    assert StreamingConfig(memory="auto") == StreamingConfig()
+    assert StreamingConfig(memory="auto", slots=4).slots == 4
+    with pytest.raises(BudgetError, match="not a memory size"):
+        StreamingConfig(memory="automatic")
+
+
 def test_the_largest_buffer_bounds_a_plan_s_banks():
     layouts = [make_layout(8, (1000,))] * 4
     plan = plan_of(layouts, slots=32, max_buffer=16_000)

@@ -39,8 +39,8 @@ class StreamingConfig:
     """How a model is streamed.
 
     Attributes:
-        memory: ceiling for all that MLX allocates, in bytes or as "12GB". None: plan from what
-            this machine has free.
+        memory: ceiling for all that MLX allocates, in bytes or as "12GB". None or "auto": plan
+            from what this machine has free.
         slots: instead of `memory`: an int is a number of experts over all layers, a float in
             (0, 1] a share of all of them.
         context: tokens of KV cache that the plan sets memory aside for. None: 4096, or what the
@@ -105,6 +105,8 @@ class StreamingConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
+        if self.memory == "auto":
+            object.__setattr__(self, "memory", None)
         if self.memory is not None:
             if self.slots is not None:
                 raise BudgetError("give memory or slots, not both")

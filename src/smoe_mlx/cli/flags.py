@@ -21,7 +21,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_budget(parser: argparse.ArgumentParser, slots: float | None = None) -> None:
     group = parser.add_argument_group("memory and reading")
-    group.add_argument("--memory", help="ceiling for all that MLX allocates, such as 12GB")
+    group.add_argument("--memory", help="ceiling for all that MLX allocates, such as 12GB, or auto")
     group.add_argument(
         "--slots",
         type=slots_or_share,
