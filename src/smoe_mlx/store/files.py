@@ -88,6 +88,35 @@ class OpenFile:
             self.close()
 
 
+def check_links(folder: str | os.PathLike[str]) -> None:
+    """Refuse a model's folder with a link out of it: a stranger's could name any file of yours.
+
+    The folder itself may be a link. A Hub download consists of links into the `blobs` of its own
+    repository, and these are allowed.
+
+    Raises:
+        CheckpointError: naming the link and its target.
+    """
+    root = os.path.realpath(folder)
+    snapshots = os.path.dirname(root)  # <cache>/models--<owner>--<name>/snapshots/<revision>
+    repository = os.path.dirname(snapshots)
+    is_hub = os.path.basename(snapshots) == "snapshots"
+    is_hub = is_hub and os.path.basename(repository).startswith("models--")
+    blobs = os.path.join(repository, "blobs")
+    # The second is the one folder below that is read, by transformers.
+    for path in (*Path(folder).iterdir(), *Path(folder).glob("additional_chat_templates/*")):
+        if not path.is_symlink():
+            continue
+        target = os.path.realpath(path)
+        if is_hub and os.path.dirname(target) == blobs:
+            continue
+        if os.path.commonpath([root, target]) != root:
+            raise CheckpointError(
+                f"{path} is a link to {target}, which is outside of its folder. Copy that file "
+                "into the folder, or link the whole folder."
+            )
+
+
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     """Let an OSError that names no file, and MLX's errors of writing, say which one it was."""
