@@ -919,6 +919,44 @@ class FakeUploader:
         self.closed += 1
 
 
+@pytest.mark.parametrize("how", ["close", "free"])
+def test_an_interrupt_while_a_reader_is_closed_comes_when_it_is(monkeypatch, one_file, how):
+    """Python would drop it where an object is freed, and leave threads and descriptors behind."""
+    assert threading.current_thread() is threading.main_thread(), "signals come to no other"
+    before, uploader = set(threading.enumerate()), FakeUploader()
+    readers = [ExpertReader([one_file], threads=2, io="direct", uploader=uploader)]
+    read_and_check(readers[0], [one_file], far_apart)
+    descriptors = [f.own_fd for f in readers[0]._files if f.own_fd >= 0]
+    theirs = new_threads(before)
+    join, came = threading.Thread.join, []
+
+    def interrupted_once(thread, timeout=None):
+        if thread in theirs and not came:
+            came.append(thread)
+            signal.raise_signal(signal.SIGINT)
+        join(thread, timeout)
+
+    def end():
+        if how == "close":
+            readers[0].close()
+        readers.clear()
+        time.sleep(20)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted_once)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            end()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert came
+    assert not any(thread.is_alive() for thread in theirs)
+    assert uploader.closed == 1
+    for fd in descriptors:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+
 @pytest.mark.parametrize("io", IO_MODES)
 def test_bytes_reach_buffers_of_a_gpu_by_upload_and_gaps_do_not(three_files, io):
     uploader = FakeUploader()
