@@ -322,6 +322,32 @@ def test_a_bet_that_is_promoted_overtakes_others():
     g.streamer.stop()
 
 
+def test_a_bet_that_is_promoted_has_more_threads():
+    """Bets keep half of them free."""
+    side_by_side = threading.Barrier(3, timeout=10)
+
+    def read_one(read):
+        if read is not None:
+            side_by_side.wait()
+
+    streamer = Streamer(read_one, threads=2)
+    demand, bet = Reading([None, None]), Reading(range(3), bet=True)
+    streamer.add(demand)  # all threads are there
+    demand.quiet()
+    streamer.forget(demand)
+    deadline = time.time() + 10
+    while not streamer._wake.empty():
+        assert time.time() < deadline
+    streamer.add(bet)
+    while not bet.begun or not streamer._wake.empty():
+        assert time.time() < deadline
+    streamer.promote(bet)
+    bet.work(read_one)
+    bet.quiet()
+    assert bet.error is None
+    streamer.stop()
+
+
 def test_a_thread_that_comes_too_late_for_the_last_read_counts_as_gone():
     """The caller takes reads without the lock; a helper that stayed would be waited for forever."""
 
@@ -584,6 +610,15 @@ def hand_over(model, cache):
     settled.set()
     thread.join()
     assert cache.stats.abandoned == 1
+
+
+def test_a_claim_waits_unless_it_is_to_return_ahead(model):
+    cache = make(model, slots_a=4)
+    decode(cache, 0, [0])
+    with cache.lock:
+        slots, coming = cache.claim_few(0, [0, 1])
+        assert not coming
+        bytes_are_right(model, cache, 0, [0, 1], slots)
 
 
 def test_a_claim_whose_end_was_never_waited_for_goes_with_its_memory(model):

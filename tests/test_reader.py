@@ -447,6 +447,12 @@ def test_an_error_in_a_merged_read_names_the_request_that_was_hit(monkeypatch, o
         reader.read([request(0, 0, 100), request(0, 100, 100)])
 
 
+def test_what_lies_before_a_direct_read_is_called_by_its_first_request():
+    read = merge([request(0, 5000, 10), request(0, 5010, 10)])[0]
+    labels = [read.label_at(at) for at in (PAGE, 5000, 5009, 5010, 9000)]
+    assert labels == [f"expert at {at}" for at in (5000, 5000, 5000, 5010, 5010)]
+
+
 @pytest.mark.parametrize("io", ["pread", "direct"])  # mmap: in a process of its own, below
 def test_a_truncated_file_is_reported_as_changed(one_file, io):
     reader = open_reader([one_file], io)

@@ -31,7 +31,6 @@ class OpenFile:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        self._fd = -1
         if not stat.S_ISREG(os.stat(self.path).st_mode):  # opening a pipe would wait for ever
             raise CheckpointError(f"{self.path} is not a file.")
         self._fd = os.open(self.path, os.O_RDONLY)
