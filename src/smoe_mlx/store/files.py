@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import glob
 import json
 import os
 import stat
@@ -164,6 +165,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A file to write; it takes the place of the one of this name when it is whole, and on disk."""
     path = Path(path)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    for other in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
+        if not _is_running(other.name.split(".")[-2]):  # it was killed
+            with contextlib.suppress(OSError):
+                other.unlink()
     try:
         part.unlink(missing_ok=True)  # left over, or a link that a stranger put there
         with part.open("xb") as f:
@@ -173,6 +178,17 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _is_running(pid: str) -> bool:
+    """Whether there is such a process; True for what is no process number."""
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except (ValueError, OSError):
+        pass
+    return True
 
 
 def write_json(path: Path, document: Any) -> None:
