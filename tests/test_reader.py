@@ -755,6 +755,15 @@ def aligned_reader(tmp_path_factory):
 
 
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="O_DIRECT is Linux's")
+def test_the_first_direct_read_of_a_thread_may_be_empty(one_file):
+    reader = ExpertReader([one_file], threads=0, io="direct")
+    thread = threading.Thread(target=lambda: reader.read([request(0, PAGE, 0)]))
+    thread.start()
+    thread.join()
+    assert reader.stats.reads == 1
+    reader.close()
+
+
 def test_direct_reads_of_aligned_memory_are_not_copied(monkeypatch, aligned_reader):
     given_memory = []
 

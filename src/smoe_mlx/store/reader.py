@@ -208,7 +208,8 @@ class _File:
         into; for the rest, the pages around are read into scratch memory and copied from there."""
         start = read.offset - read.offset % PAGE
         end = read.offset + read.nbytes
-        scratch = _pages(end - start + 2 * PAGE * len(read.buffers))
+        last = -(-end // PAGE) * PAGE
+        scratch = _pages(last - start or PAGE)
         parts: list[memoryview] = []  # what is read, page by page, from `start` on
         copies: list[tuple[memoryview, memoryview]] = []
         used = 0  # bytes of scratch
@@ -233,7 +234,7 @@ class _File:
             else:
                 loose.append((at, buffer))
             at += len(buffer)
-        close_loose(-(-end // PAGE) * PAGE)
+        close_loose(last)
         position = start
         while position < end:
             n = self._preadv(self.own_fd, parts, position)
