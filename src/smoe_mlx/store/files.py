@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import glob
+import io
 import json
 import os
 import stat
@@ -34,7 +35,8 @@ class OpenFile:
         self.path = Path(path)
         if not stat.S_ISREG(os.stat(self.path).st_mode):  # opening a pipe would wait for ever
             raise CheckpointError(f"{self.path} is not a file.")
-        self._fd = os.open(self.path, os.O_RDONLY)
+        self._file = io.FileIO(self.path)  # an interrupt loses no descriptor that has an owner
+        self._fd = self._file.fileno()
         self.fingerprint = Fingerprint.of(os.fstat(self._fd))
 
     def fileno(self) -> int:
@@ -72,10 +74,9 @@ class OpenFile:
 
     def close(self) -> None:
         """Close the file."""
-        fd, self._fd = self._fd, -1  # closed once, whatever the system says: the number is reused
-        if fd >= 0:
-            with contextlib.suppress(OSError):  # of a disk that is gone; nothing was written
-                os.close(fd)
+        self._fd = -1
+        with contextlib.suppress(OSError):  # of a disk that is gone; nothing was written
+            self._file.close()  # once, whatever the system says: the number is reused
 
     def __enter__(self) -> Any:
         return self
