@@ -1,7 +1,6 @@
 """Reading ahead: bets, hits first, lookahead. None of it may change a result or lose a slot."""
 
 import errno
-import os
 import signal
 import threading
 import time
@@ -363,11 +362,24 @@ def test_a_thread_that_comes_too_late_for_the_last_read_counts_as_gone():
 
 
 def test_an_interrupt_while_a_bet_is_cancelled_is_not_lost(model):
+    class Interrupted(threading.Condition):
+        """Of those who wait, the first is interrupted; then the read may end."""
+
+        waits = 0
+
+        def wait(self, timeout=None):
+            self.waits += 1
+            if self.waits == 1:
+                signal.raise_signal(signal.SIGINT)
+            reader.gate.set()
+            return super().wait(timeout)
+
     reader = SlowReader(model.checkpoint.files)
     reader.gate = threading.Event()
     bank = SlotBank(model.layouts[0].tensors, 1)
     offset = int(model.layouts[0].offsets[0, 0])
     reading = reader.reading([(0, offset, bank.rows(0)[0], ("x",))], bet=True)
+    reading.changed = Interrupted()
     reader.start(reading)
     deadline = time.time() + 10
     while not reading.begun:
@@ -376,12 +388,11 @@ def test_an_interrupt_while_a_bet_is_cancelled_is_not_lost(model):
     # Ignored where the tests were started in the background.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        threading.Timer(0.2, reader.gate.set).start()
         with pytest.raises(KeyboardInterrupt):
             reader.cancel(reading)
     finally:
         signal.signal(signal.SIGINT, before)
+    assert reading.changed.waits == 2
     assert reading.done
     reader.close()
 
