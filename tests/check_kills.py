@@ -168,10 +168,12 @@ class UsageFile:
         weights = {usage.weight(key) for key in usage.ranked()}
         if weights not in ({float(said)}, {float(said + 1)}):
             sys.exit(f"usage: {said} were saved, the file holds {weights}")
-        self.path.unlink(missing_ok=True)
         self.saved.unlink(missing_ok=True)
-        for part in self.path.parent.glob("*.part"):  # of a process that is no more
-            part.unlink()
+        usage.saw([(0, 0)])
+        usage.save()
+        if found := list(self.path.parent.glob("*.part")):
+            sys.exit(f"usage: {found} is left")
+        self.path.unlink()
         return "old" if weights == {float(said)} else "new"
 
 

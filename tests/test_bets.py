@@ -1,7 +1,6 @@
 """Reading ahead: bets, hits first, lookahead. None of it may change a result or lose a slot."""
 
 import errno
-import os
 import signal
 import threading
 import time
@@ -322,6 +321,32 @@ def test_a_bet_that_is_promoted_overtakes_others():
     g.streamer.stop()
 
 
+def test_a_bet_that_is_promoted_has_more_threads():
+    """Bets keep half of them free."""
+    side_by_side = threading.Barrier(3, timeout=10)
+
+    def read_one(read):
+        if read is not None:
+            side_by_side.wait()
+
+    streamer = Streamer(read_one, threads=2)
+    demand, bet = Reading([None, None]), Reading(range(3), bet=True)
+    streamer.add(demand)  # all threads are there
+    demand.quiet()
+    streamer.forget(demand)
+    deadline = time.time() + 10
+    while not streamer._wake.empty():
+        assert time.time() < deadline
+    streamer.add(bet)
+    while not bet.begun or not streamer._wake.empty():
+        assert time.time() < deadline
+    streamer.promote(bet)
+    bet.work(read_one)
+    bet.quiet()
+    assert bet.error is None
+    streamer.stop()
+
+
 def test_a_thread_that_comes_too_late_for_the_last_read_counts_as_gone():
     """The caller takes reads without the lock; a helper that stayed would be waited for forever."""
 
@@ -337,11 +362,24 @@ def test_a_thread_that_comes_too_late_for_the_last_read_counts_as_gone():
 
 
 def test_an_interrupt_while_a_bet_is_cancelled_is_not_lost(model):
+    class Interrupted(threading.Condition):
+        """Of those who wait, the first is interrupted; then the read may end."""
+
+        waits = 0
+
+        def wait(self, timeout=None):
+            self.waits += 1
+            if self.waits == 1:
+                signal.raise_signal(signal.SIGINT)
+            reader.gate.set()
+            return super().wait(timeout)
+
     reader = SlowReader(model.checkpoint.files)
     reader.gate = threading.Event()
     bank = SlotBank(model.layouts[0].tensors, 1)
     offset = int(model.layouts[0].offsets[0, 0])
     reading = reader.reading([(0, offset, bank.rows(0)[0], ("x",))], bet=True)
+    reading.changed = Interrupted()
     reader.start(reading)
     deadline = time.time() + 10
     while not reading.begun:
@@ -350,12 +388,11 @@ def test_an_interrupt_while_a_bet_is_cancelled_is_not_lost(model):
     # Ignored where the tests were started in the background.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        threading.Timer(0.2, reader.gate.set).start()
         with pytest.raises(KeyboardInterrupt):
             reader.cancel(reading)
     finally:
         signal.signal(signal.SIGINT, before)
+    assert reading.changed.waits == 2
     assert reading.done
     reader.close()
 
@@ -584,6 +621,15 @@ def hand_over(model, cache):
     settled.set()
     thread.join()
     assert cache.stats.abandoned == 1
+
+
+def test_a_claim_waits_unless_it_is_to_return_ahead(model):
+    cache = make(model, slots_a=4)
+    decode(cache, 0, [0])
+    with cache.lock:
+        slots, coming = cache.claim_few(0, [0, 1])
+        assert not coming
+        bytes_are_right(model, cache, 0, [0, 1], slots)
 
 
 def test_a_claim_whose_end_was_never_waited_for_goes_with_its_memory(model):

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import shutil
 
 import anthropic
 import mlx.core as mx
@@ -39,9 +40,7 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_cal
 def folder(tmp_path_factory):
     """The demo model with a chat template, and tokens for thoughts."""
     demo, folder = find_model("demo"), tmp_path_factory.mktemp("models") / "thinker"
-    folder.mkdir()
-    for file in demo.iterdir():
-        (folder / file.name).symlink_to(file)
+    shutil.copytree(demo, folder)
     document = json.loads((demo / "tokenizer.json").read_text())
     model = document["model"]
     last = sorted(model["vocab"], key=model["vocab"].get)[-2:]
@@ -55,7 +54,6 @@ def folder(tmp_path_factory):
         ("tokenizer.json", json.dumps(document)),
         ("chat_template.jinja", TEMPLATE),
     ):
-        (folder / name).unlink(missing_ok=True)
         (folder / name).write_text(text)
     return folder
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import resident
+from conftest import layouts_of, resident
 from failing_fs import FailingFS, cannot_mount, mount
 from mlx_lm.generate import generate_step as mlx_generate_step
 from mlx_lm.models.cache import KVCache
@@ -380,7 +380,7 @@ def test_a_full_disk(tiny, tmp_path, caplog, monkeypatch):
         assert isinstance(error, OSError)
         assert str(folder) in str(error)
         assert not (folder / "vault").exists()
-        usage = Usage([], folder / "usage")
+        usage = Usage(layouts_of(source), folder / "usage")
         (folder / "filler").write_bytes(bytes(os.statvfs(folder).f_bavail * 4096))
         usage.saw([])
         with pytest.warns(UserWarning, match=str(folder)):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from smoe_mlx.store import files
 from smoe_mlx.store.files import (
     OpenFile,
     cache_folder,
@@ -136,3 +137,39 @@ def test_a_name_that_comes_twice_is_refused():
 def test_sizes_are_whole_numbers_that_a_file_may_have():
     assert all(map(is_size, [0, 1, 2**63 - 1]))
     assert not any(map(is_size, [-1, 2**63, True, False, 1.0, "1", None, [1]]))
+
+
+def lowest_descriptor() -> int:
+    fd = os.open(os.devnull, os.O_RDONLY)
+    os.close(fd)
+    return fd
+
+
+def test_an_interrupt_after_any_call_of_the_system_loses_no_descriptor(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+    lowest = lowest_descriptor()
+    for n in range(1, 100):
+        calls = 0
+
+        def interrupt(frame, event, arg, n=n):
+            nonlocal calls
+            if event == "c_return" and frame.f_code.co_filename == files.__file__:
+                calls += 1
+                if calls == n:
+                    raise KeyboardInterrupt  # ends the profiling as well
+
+        sys.setprofile(interrupt)
+        try:
+            with OpenFile(path) as file:
+                file.pread(1, 0)
+                file.check_unchanged()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        file = None
+        assert lowest_descriptor() == lowest
+        if calls < n:
+            break
+    assert n > 5

@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 
 import smoe_mlx
 from smoe_mlx.cache.usage import MAX_WEIGHT, Usage
+from smoe_mlx.doctor import diagnose
 from smoe_mlx.errors import CheckpointError, RecipeError, SmoeError, TraceError
+from smoe_mlx.hub import find_model
 from smoe_mlx.load import load_model
 from smoe_mlx.sculptor.recipe import Quantisation, Recipe
+from smoe_mlx.server.session_files import SessionFiles
 from smoe_mlx.store.layout import ExpertLayout, TensorSpec
 from smoe_mlx.store.safetensors import Checkpoint
 from smoe_mlx.trace import load_trace
@@ -139,6 +142,169 @@ def test_an_index_names_no_file_outside_the_folder(copies, name):
                 Checkpoint(folder)
     finally:
         index.unlink() if before is None else index.write_bytes(before)
+
+
+# ---- links ---------------------------------------------------------------------------------------
+
+FILES = [
+    "config.json", "model.safetensors", "model.safetensors.index.json", "experts.smoe",
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.py",
+    "smoe-usage.json", "additional_chat_templates/rag.jinja",
+]  # fmt: skip
+
+
+@pytest.fixture
+def linked(tmp_path):
+    """linked(name, target, root) -> a copy of the demo whose file `name` is a link."""
+
+    def make(name, target, root="model"):
+        folder = tmp_path / root
+        if not folder.exists():
+            shutil.copytree(find_model("demo"), folder)
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True)
+        path.symlink_to(target)
+        return folder
+
+    return make
+
+
+def refused(name, target):
+    return pytest.raises(CheckpointError, match=rf"{name} is a link to {target}, .*Copy that file")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_link_to_a_file_outside_is_refused(linked, tmp_path, name):
+    secret = tmp_path / "secret"
+    secret.write_text("{}")
+    folder = linked(name, secret)
+    doors = [smoe_mlx.load, smoe_mlx.plan, smoe_mlx.verify, smoe_mlx.tune,
+             lambda f: diagnose(str(f), smoe_mlx.StreamingConfig()),
+             lambda f: smoe_mlx.shatter(f, tmp_path / "new"),
+             lambda f: smoe_mlx.open_experts(f, ["a"], slots=1)]  # fmt: skip
+    for door in doors:
+        with refused(name, secret):
+            door(folder)
+    linked(name, os.path.relpath(secret, (folder / name).parent))
+    with refused(name, secret):
+        smoe_mlx.load(folder)
+
+
+def test_links_by_way_of_others(linked, tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "rag.jinja").write_text("secret")
+    with refused("additional_chat_templates", tmp_path / "outside"):
+        smoe_mlx.load(linked("additional_chat_templates", tmp_path / "outside"))
+    folder = linked("vocab.txt", "a/rag.jinja", "by way of a folder")
+    (folder / "a").symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointError, match="is a link to"):
+        smoe_mlx.load(folder)
+    folder = linked("vocab.txt", tmp_path / "first", "by a chain")
+    (tmp_path / "first").symlink_to(folder / "config.json")
+    smoe_mlx.load(folder)  # it ends inside
+    (tmp_path / "first").unlink()
+    (tmp_path / "first").symlink_to("outside/rag.jinja")
+    with refused("vocab.txt", tmp_path / "outside/rag.jinja"):
+        smoe_mlx.load(folder)
+    (tmp_path / "first").unlink()
+    with refused("vocab.txt", tmp_path / "first"):  # dangling
+        smoe_mlx.load(folder)
+
+
+def test_links_that_stay_inside_are_followed(linked, tmp_path):
+    folder = linked("vocab.txt", "config.json")
+    (folder / "tokenizer.json").rename(folder / "real.json")
+    linked("tokenizer.json", "real.json")
+    (tmp_path / "to all of it").symlink_to(folder)
+    smoe_mlx.load(tmp_path / "to all of it")
+    for nowhere in ("gone.json", "config.json"):
+        linked("config.json", nowhere)
+        with pytest.raises((CheckpointError, OSError), match=r"config\.json"):
+            smoe_mlx.load(folder)
+
+
+def hub(tmp_path, linked, repository="models--a--b", snapshots="snapshots"):
+    """A Hub download: files are links into the repository's blobs."""
+    root = f"cache/{repository}/{snapshots}/0123"
+    folder = linked("vocab.txt", "config.json", root)
+    (folder / "vocab.txt").unlink()
+    blobs = tmp_path / "cache" / repository / "blobs"
+    blobs.mkdir(exist_ok=True)
+    for file in list(folder.iterdir()):
+        file.rename(blobs / file.name)
+        linked(file.name, f"../../blobs/{file.name}", root)
+    return folder
+
+
+def test_hub_downloads_consist_of_links(linked, tmp_path):
+    folder = hub(tmp_path, linked)
+    assert (folder / "config.json").is_symlink()
+    smoe_mlx.load(folder)
+    smoe_mlx.load(smoe_mlx.shatter(folder, tmp_path / "vault"))
+    (tmp_path / "elsewhere").symlink_to(tmp_path / "cache")
+    smoe_mlx.load(tmp_path / "elsewhere" / folder.relative_to(tmp_path / "cache"))
+
+    secret = tmp_path / "cache" / "secret"
+    secret.write_text("{}")
+    other = hub(tmp_path, linked, "models--a--c").parents[1] / "blobs" / "config.json"
+    blob = folder.parents[1] / "blobs" / "vocab.txt"
+    blob.symlink_to(secret)  # a blob that leads on
+    for target, real in ((other, other), (secret, secret), (blob, secret)):
+        linked("vocab.txt", target, folder.relative_to(tmp_path))
+        with refused("vocab.txt", real):
+            smoe_mlx.load(folder)
+
+
+@pytest.mark.parametrize("layout", [("a--b", "snapshots"), ("models--a--b", "refs")])
+def test_blobs_of_what_is_no_hub_download_are_outside(linked, tmp_path, layout):
+    with pytest.raises(CheckpointError, match="is a link to"):
+        smoe_mlx.load(hub(tmp_path, linked, *layout))
+
+
+def test_a_download_with_a_link_out_of_its_repository_is_refused(linked, tmp_path, monkeypatch):
+    folder = hub(tmp_path, linked)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: str(folder))
+    smoe_mlx.load("a/b")
+    target = find_model("demo").resolve() / "config.json"
+    linked("config.json", target, folder.relative_to(tmp_path))
+    with refused("config.json", target):
+        smoe_mlx.load("a/b")
+
+
+def test_the_demo_may_be_installed_by_links(linked, monkeypatch):
+    """As some installers do with all files of a package."""
+    folder = linked("config.json", find_model("demo") / "config.json")
+    monkeypatch.setattr("smoe_mlx.hub.DEMO_FOLDER", folder)
+    smoe_mlx.load("demo")
+    smoe_mlx.load(folder)
+
+
+def test_an_adapter_with_a_link_is_refused(tmp_path):
+    (tmp_path / "secret").write_text("{}")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapters.safetensors").write_bytes(b"\2" + b"\0" * 7 + b"{}")
+    (tmp_path / "adapter" / "adapter_config.json").symlink_to("../secret")
+    with refused("adapter_config.json", tmp_path / "secret"):
+        smoe_mlx.load("demo", adapter_path=str(tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_links_among_sessions_are_left_alone(tmp_path, caplog, whole):
+    outside, folder = tmp_path / "outside", tmp_path / "sessions"
+    outside.mkdir()
+    file = outside / "01234567-a.safetensors"
+    file.write_bytes(b"not a session, and larger than the limit")
+    files = SessionFiles(folder, max_bytes=1)
+    if whole:
+        (folder / "m").symlink_to(outside)
+    else:
+        (folder / "m").mkdir()
+        (folder / "m" / file.name).symlink_to(file)
+    assert list(files.index("m")) == []
+    assert f"{file.name} is not used: it is a link" in caplog.text
+    files._keep_within_limit()
+    assert file.exists()
 
 
 # ---- recipes -------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ import atexit
 import errno
 import json
 import os
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -144,6 +146,18 @@ def test_a_link_that_waits_under_the_temporary_name_is_not_written_through(model
     assert victim.read_text() == "precious"
     assert b"smoe-mlx usage" in path.read_bytes()
     assert not path.is_symlink()
+
+
+def test_what_a_killed_process_left_goes_with_the_next_save(model, tmp_path):
+    path = tmp_path / "usage[1].json"
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    names = [f"usage[1].json.{n}.part" for n in (killed.pid, 10**30, os.getppid(), "x", "")]
+    names.append(f"usage1.json.{killed.pid}.part")
+    for name in names:
+        (tmp_path / name).touch()
+    used(model, path).save()
+    assert sorted(os.listdir(tmp_path)) == sorted([path.name, *names[2:]])
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_other(model, tmp_path, monkeypatch):

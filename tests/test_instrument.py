@@ -326,7 +326,7 @@ def test_the_probe_reads_whole_records(tiny, tmp_path):
     with (vault / "experts.smoe").open("r+b") as f:
         f.truncate(20000)
     with pytest.raises((ExpertReadError, smoe_mlx.CheckpointChangedError)):
-        probe_disk(cache.reader.sources, cache.layouts, seconds=0)
+        probe_disk(cache.reader.sources, cache.layouts, threads=2, seconds=0)
 
 
 def test_json_table_and_plot(tiny, tmp_path):

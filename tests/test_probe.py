@@ -99,7 +99,7 @@ def test_a_probe_that_fails_leaves_no_threads(model):
     before = threading.enumerate()
     model.checkpoint.files[0].close()
     with pytest.raises(CheckpointChangedError):
-        probed(model, io="pread")
+        probed(model, threads=2, io="pread")
     assert threading.enumerate() == before
 
 

@@ -447,6 +447,12 @@ def test_an_error_in_a_merged_read_names_the_request_that_was_hit(monkeypatch, o
         reader.read([request(0, 0, 100), request(0, 100, 100)])
 
 
+def test_what_lies_before_a_direct_read_is_called_by_its_first_request():
+    read = merge([request(0, 5000, 10), request(0, 5010, 10)])[0]
+    labels = [read.label_at(at) for at in (PAGE, 5000, 5009, 5010, 9000)]
+    assert labels == [f"expert at {at}" for at in (5000, 5000, 5000, 5010, 5010)]
+
+
 @pytest.mark.parametrize("io", ["pread", "direct"])  # mmap: in a process of its own, below
 def test_a_truncated_file_is_reported_as_changed(one_file, io):
     reader = open_reader([one_file], io)
@@ -749,6 +755,15 @@ def aligned_reader(tmp_path_factory):
 
 
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="O_DIRECT is Linux's")
+def test_the_first_direct_read_of_a_thread_may_be_empty(one_file):
+    reader = ExpertReader([one_file], threads=0, io="direct")
+    thread = threading.Thread(target=lambda: reader.read([request(0, PAGE, 0)]))
+    thread.start()
+    thread.join()
+    assert reader.stats.reads == 1
+    reader.close()
+
+
 def test_direct_reads_of_aligned_memory_are_not_copied(monkeypatch, aligned_reader):
     given_memory = []
 
@@ -917,6 +932,44 @@ class FakeUploader:
 
     def close(self) -> None:
         self.closed += 1
+
+
+@pytest.mark.parametrize("how", ["close", "free"])
+def test_an_interrupt_while_a_reader_is_closed_comes_when_it_is(monkeypatch, one_file, how):
+    """Python would drop it where an object is freed, and leave threads and descriptors behind."""
+    assert threading.current_thread() is threading.main_thread(), "signals come to no other"
+    before, uploader = set(threading.enumerate()), FakeUploader()
+    readers = [ExpertReader([one_file], threads=2, io="direct", uploader=uploader)]
+    read_and_check(readers[0], [one_file], far_apart)
+    descriptors = [f.own_fd for f in readers[0]._files if f.own_fd >= 0]
+    theirs = new_threads(before)
+    join, came = threading.Thread.join, []
+
+    def interrupted_once(thread, timeout=None):
+        if thread in theirs and not came:
+            came.append(thread)
+            signal.raise_signal(signal.SIGINT)
+        join(thread, timeout)
+
+    def end():
+        if how == "close":
+            readers[0].close()
+        readers.clear()
+        time.sleep(20)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted_once)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            end()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert came
+    assert not any(thread.is_alive() for thread in theirs)
+    assert uploader.closed == 1
+    for fd in descriptors:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
 
 
 @pytest.mark.parametrize("io", IO_MODES)

@@ -189,6 +189,17 @@ def test_pins_stay_and_what_leaves_them_no_slot_is_refused(small):
     small.assert_in_slots(cache, 0, [1, 2])
 
 
+def test_pins_are_read_again_in_the_place_of_what_the_last_claim_left(small):
+    cache = small.cache(3, 4)
+    cache.pin(1, [0])
+    claim(cache, 0, [3, 4])
+    cache.resize((9, 4))
+    claim(cache, 0, [3, 4])
+    cache.resize((2, 4))  # these two would be all that is left
+    assert in_memory(cache, 1) == {0}
+    assert len(in_memory(cache, 0)) == 1
+
+
 def test_a_pin_that_cannot_be_read_again_is_none_and_whoever_needs_it_is_told_why(small):
     cache = small.cache(6, 4)
     cache.pin(0, [1])

@@ -1,7 +1,9 @@
 """Speculative decoding: the same text as without drafts, and drafts only where they pay."""
 
+import contextlib
 import random
 import sys
+import threading
 from array import array
 
 import mlx.core as mx
@@ -16,7 +18,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import smoe_mlx
 from smoe_mlx.generate import speculative_generate_step
 from smoe_mlx.load import load_model
-from smoe_mlx.speculative import TRY_EVERY, Payoff, look_up
+from smoe_mlx.speculative import TRY_EVERY, DraftModel, Payoff, look_up
 
 
 @pytest.fixture
@@ -173,6 +175,42 @@ def test_draft_models_that_cannot_take_back_do_not_draft(arch, tiny, always):
     drafts = smoe_mlx.stats(model).drafts
     assert (drafts.drafted, drafts.plain_passes) == (0, 23)
     assert "draft model" in drafts.note
+
+
+@pytest.mark.parametrize("pairs", ["two models", "one model"])
+def test_models_that_draft_for_each_other(pairs, tiny, always):
+    """On two threads at once: neither keeps its own model while it waits for the other's."""
+    folder, prompt = tiny("qwen3_moe"), random_tokens(9)
+    expected = without(resident(folder), prompt)[0]
+    one = streamed(folder)
+    two = one if pairs == "one model" else streamed(folder)
+    models, got = {"a": (one, two), "b": (two, one)}, {}
+    both_draft, begun = threading.Barrier(2, timeout=10), set()
+
+    def draft(self, tokens, n):
+        if self not in begun:  # each thread is about to call the other's model
+            begun.add(self)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both_draft.wait()
+        return drafts(self, tokens, n)
+
+    def generate():
+        name = threading.current_thread().name
+        got[name] = run(models[name][0], prompt, draft_model=models[name][1])[0]
+
+    drafts = DraftModel.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DraftModel, "__call__", draft)
+        threads = [threading.Thread(target=generate, name=n, daemon=True) for n in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), "they wait for each other"
+    assert got == {"a": expected, "b": expected}
+    for model in (one, two):
+        model._streaming.cache.check()
+        assert model._streaming.cache.stats.abandoned == 0  # what was drafted has been evaluated
 
 
 @pytest.mark.parametrize("with_model", [False, True])

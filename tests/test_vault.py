@@ -443,6 +443,9 @@ def test_a_vault_is_resumed_behind_the_last_layer_that_is_whole(tmp_path):
     writer = VaultWriter(path, plan())
     assert writer.done == {0}
     write(writer, 1)
+    writer.close()
+    writer = VaultWriter(path, plan())
+    assert writer.done == {0, 1}
     writer.finish()
     assert path.read_bytes() == whole
 

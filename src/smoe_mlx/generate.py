@@ -129,7 +129,7 @@ def speculative_generate_step(
                     f"model's {own} and then the draft model's {len(draft_cache)}"
                 )
             cache, draft_cache = prompt_cache[:own], prompt_cache[own:]
-        second = DraftModel(draft_model, draft_cache, step_size, streaming.drafts)
+        second = DraftModel(draft_model, draft_cache, step_size, streaming)
         drafter = Drafter(second, num_draft_tokens, streaming.drafts)
     elif prompt_lookup:
         match = PROMPT_LOOKUP if prompt_lookup is True else prompt_lookup
@@ -173,11 +173,12 @@ def speculative_generate_step(
             total = len(prompt)
             progress(0, total)
             logits = prefill(model, streaming, prompt, cache, step_size, quantize_cache, progress)
-            if second is not None and room_of(cache) >= 2:
-                second.feed(text)
             token, logprobs = emit(logits, prompt)
             streaming.cache.settle()  # all is evaluated: another thread may take its turn
             progress(total, total)
+        if second is not None and room_of(cache) >= 2:
+            with mx.stream(stream):
+                second.feed(text)
         text.append(token)
         from_draft = False
         while n != max_tokens:
@@ -188,18 +189,19 @@ def speculative_generate_step(
             if n == max_tokens:
                 break
             start = time.perf_counter()
+            if ahead and not from_draft:
+                trim_prompt_cache(cache, ahead)
+                ahead = 0
+            if drafter is not None and not from_draft:
+                if seconds:
+                    drafter.saw(drafts, row + 1, seconds)
+                most = min(step_size, max_tokens - n if max_tokens > 0 else step_size) - 1
+                with mx.stream(stream):
+                    drafts = drafter(text, cache, most, quantized_from)
             with streaming.cache.lock, mx.stream(stream):
                 if from_draft:  # the last pass went on from this very token
                     row, ahead = row + 1, ahead - 1
                 else:
-                    if ahead:
-                        trim_prompt_cache(cache, ahead)
-                        ahead = 0
-                    if drafter is not None:
-                        if seconds:
-                            drafter.saw(drafts, row + 1, seconds)
-                        most = min(step_size, max_tokens - n if max_tokens > 0 else step_size) - 1
-                        drafts = drafter(text, cache, most, quantized_from)
                     tokens = mx.array([[token, *drafts]], prompt.dtype)
                     logits = streaming.decoding.step(model, tokens, cache)
                     quantize_cache(cache)
@@ -254,7 +256,8 @@ def stream_generate(
         kwargs: mlx-lm's options, such as `sampler`, `logits_processors`, `max_kv_size`,
             `prompt_cache`, `prefill_step_size`, `kv_bits`, `prompt_progress_callback`. And
             `prompt_lookup`: draft what followed the last so many tokens where they came before;
-            True is 3 (docs/speculative.md).
+            True is 3 (docs/speculative.md). What is called back holds up other threads that use
+            this model, and must not wait for them.
 
     Yields:
         mlx-lm's `GenerationResponse`: `text`, `token`, `logprobs` [vocabulary], `from_draft`,

@@ -15,7 +15,7 @@ from .cache.policy import Key
 from .cache.usage import Usage
 from .device import using_mlx
 from .errors import SmoeError
-from .hub import DEMO, find_model
+from .hub import DEMO_FOLDER
 from .stats import Streaming, streaming_of
 from .store.files import cache_folder
 
@@ -87,7 +87,7 @@ def find_usage_file(option: str | os.PathLike[str], folder: Path) -> Path:
     """Where the usage of the model in `folder` is kept. "auto": see `StreamingConfig`."""
     if os.fspath(option) != "auto":
         return Path(option).expanduser()
-    if os.access(folder, os.W_OK) and folder != find_model(DEMO):
+    if os.access(folder, os.W_OK) and folder != DEMO_FOLDER:
         return folder / USAGE_FILE
     name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
     return cache_folder() / f"{name}-{USAGE_FILE}"

@@ -23,9 +23,10 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from .errors import CheckpointError, ModelNotFoundError
 from .model_config import read_config
+from .store.files import check_links
 from .store.vault import PREAMBLE, VAULT_FILE, front_nbytes
 
-DEMO = "demo"
+DEMO, DEMO_FOLDER = "demo", Path(__file__).parent / "demo"
 # What the Hub's client raises without a connection, whichever HTTP library it is made of.
 HTTPX_ERRORS: tuple[type[Exception], ...] = tuple(
     t for t in HfHubHTTPError.__mro__ if t.__name__ == "HTTPError"
@@ -41,17 +42,20 @@ def find_model(path_or_repo: str | os.PathLike[str], revision: str | None = None
 
     Raises:
         ModelNotFoundError: there is no such folder or repository, or no connection to fetch it.
+        CheckpointError: a link in the folder leads out of it.
     """
     path = find_local(path_or_repo)
     if path is not None:
         return path
     name = os.fspath(path_or_repo)
     with _explained(name, revision):
-        return Path(
+        path = Path(
             huggingface_hub.snapshot_download(
                 name, revision=revision, allow_patterns=[*DEFAULT_ALLOW_PATTERNS, VAULT_FILE]
             )
         )
+    check_links(path)
+    return path
 
 
 def find_local(path_or_repo: str | os.PathLike[str]) -> Path | None:
@@ -59,15 +63,18 @@ def find_local(path_or_repo: str | os.PathLike[str]) -> Path | None:
 
     Raises:
         ModelNotFoundError: it is neither.
+        CheckpointError: a link in the folder leads out of it.
     """
     name = os.fspath(path_or_repo)
     path = Path(name).expanduser()
     if path.is_dir():
+        if path != DEMO_FOLDER:  # ours: what installs packages may do it by links
+            check_links(path)
         return path
     if path.exists():
         raise ModelNotFoundError(f"{path} is a file. Name the folder that holds config.json.")
     if name == DEMO:
-        return Path(__file__).parent / "demo"
+        return DEMO_FOLDER
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ModelNotFoundError(
             f"There is no folder {name!r}, and it is no Hub repository name (owner/name)."

@@ -36,7 +36,7 @@ from .shape import measure_shape
 from .skeleton import Skeleton, build_skeleton, other_children, replace_module
 from .stats import Streaming
 from .store.cuda import make_uploader
-from .store.files import mlx_reads
+from .store.files import check_links, mlx_reads
 from .store.reader import ExpertReader
 from .store.safetensors import Checkpoint, SafetensorsMmap
 from .store.vault import VAULT_FILE, Vault
@@ -397,6 +397,7 @@ def _check_adapter(folder: Path, skeleton: Skeleton) -> None:
     file = folder / "adapters.safetensors"
     if not file.exists():
         raise CheckpointError(f"{folder}: no adapters.safetensors in this folder.")
+    check_links(folder)
     for name in SafetensorsMmap(file).tensors:
         for switch in skeleton.switches:
             if name.startswith(switch.path + "."):

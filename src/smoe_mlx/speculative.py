@@ -16,7 +16,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import CacheList, RotatingKVCache, trim_prompt_cache
 
-from .stats import DraftStats
+from .stats import DraftStats, Streaming
 
 DECAY = 0.9  # weight of a pass's time and tokens after one more of its kind
 ENOUGH = 4  # passes of each kind before they are compared
@@ -47,13 +47,19 @@ class DraftModel:
     Whatever a draft is, what is sampled stays the same: the model's own choice decides. So drafts
     need neither the sampler nor the logits processors, which see what they would see without.
 
+    It takes turns with other threads, by the lock of its own experts if it is streamed. Call it
+    with no other model's lock held: two models may draft for each other.
+
     Args:
         cache: the draft model's prompt cache.
         step_size: tokens that pass the draft model at a time.
+        streaming: of the model that it drafts for.
     """
 
-    def __init__(self, model: nn.Module, cache: list[Any], step_size: int, counts: DraftStats):
-        self.model, self.cache, self.step_size, self.counts = model, cache, step_size, counts
+    def __init__(self, model: nn.Module, cache: list[Any], step_size: int, streaming: Streaming):
+        self.model, self.cache, self.step_size = model, cache, step_size
+        self.counts = streaming.drafts
+        self._experts = getattr(model, "_streaming", streaming).cache
         self._known = 0  # tokens of the text that the cache holds...
         self._guesses: list[int] = []  # ...and the drafts that it holds beyond
 
@@ -62,23 +68,27 @@ class DraftModel:
         if stuck := kinds_without_room(self.cache, len(tokens) - self._known + n):
             self.counts.note = f"{stuck} of the draft model cannot take tokens back"
             return []
-        logits = self.feed(tokens)
-        drafts: list[mx.array] = []
-        for i in range(n):
-            if i:
-                logits = self.model(drafts[-1][None], cache=self.cache)
-            drafts.append(mx.argmax(logits[:, -1], axis=-1))
-            mx.async_eval(drafts[-1])  # type: ignore[no-untyped-call]
-        out: list[int] = mx.concatenate(drafts).tolist()  # type: ignore[assignment]
+        with self._experts.lock:
+            logits = self._feed(tokens)
+            drafts: list[mx.array] = []
+            for i in range(n):
+                if i:
+                    logits = self.model(drafts[-1][None], cache=self.cache)
+                drafts.append(mx.argmax(logits[:, -1], axis=-1))
+                mx.async_eval(drafts[-1])  # type: ignore[no-untyped-call]
+            out: list[int] = mx.concatenate(drafts).tolist()  # type: ignore[assignment]
+            self._experts.settle()  # all is evaluated
         self._guesses = out[:-1]
         return out
 
-    def feed(self, tokens: "array[int]") -> mx.array:
-        """Make the cache hold `tokens`: those it held, but for the last, and more.
+    def feed(self, tokens: "array[int]") -> None:
+        """Make the cache hold `tokens`: those it held, but for the last, and more."""
+        with self._experts.lock:
+            self._feed(tokens)
+            self._experts.settle()
 
-        Returns:
-            Logits [1, n, vocab] of the last n of them, not evaluated.
-        """
+    def _feed(self, tokens: "array[int]") -> mx.array:
+        """Returns logits [1, n, vocab] of the last n of them, not evaluated."""
         right = 0
         for guess, token in zip(self._guesses, tokens[self._known :], strict=False):
             if guess != token:

@@ -142,7 +142,6 @@ class SharedExpertCache(SlotCache):
         bank = self._bank_of[layer]
         return (
             not bank.holds_all
-            and bank.memory is not None
             and self.reader.slow
             and all(bet.reading.done for bet in list(bank.bets.values()))  # else the disk is busy
             and self._judges[layer].allows()

@@ -36,7 +36,7 @@ class Usage:
         self._weights = {(i, e): 0.0 for i, n in enumerate(self._counts) for e in range(n)}
         # All weights fade alike, so a new use counts for more instead: `_unit` grows.
         self._unit = 1.0
-        self._growth = 2 ** (1 / (HALF_LIFE * max(1, len(layouts))))
+        self._growth = 2 ** (1 / (HALF_LIFE * len(layouts)))
         self._saved = self._unit
 
     def saw(self, keys: Iterable[Key]) -> None:
@@ -57,7 +57,7 @@ class Usage:
 
     def ranked(self) -> list[Key]:
         """All experts, the most used first; of equals, some of each layer."""
-        return sorted(self._weights, key=lambda key: (-self._weights[key], key[1], key[0]))
+        return sorted(self._weights, key=lambda key: (-self._weights[key], key[1]))
 
     # ---- the file ----------------------------------------------------------------------------
 

@@ -50,17 +50,18 @@ def make_predictor(
     if router is None:
         return None
     norms = (_norm_before(model, here), _norm_before(model, there))
-    scale: list[mx.array] = []
+    scale: mx.array | None = None
 
     def predict(x: mx.array, top_k: int) -> mx.array:
+        nonlocal scale
         if here != there and None not in norms:
-            if not scale:
+            if scale is None:
                 before, after = (norm.weight.astype(mx.float32) for norm in norms)  # type: ignore[union-attr]
                 ratio = mx.where(mx.abs(before) < 1e-6, 1.0, after / before)
                 ratio = mx.clip(ratio, -1e3, 1e3).astype(x.dtype)
                 mx.eval(ratio)  # no other thread could do it
-                scale.append(ratio)
-            x = x * scale[0]
+                scale = ratio
+            x = x * scale
         out = router(x)
         if isinstance(out, mx.array):  # scores of all experts
             count = min(top_k + extra, experts)

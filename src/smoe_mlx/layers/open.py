@@ -9,6 +9,7 @@ from ..cache.bank import MX_DTYPES
 from ..cache.experts import SharedExpertCache
 from ..errors import BudgetError, CheckpointError
 from ..store.cuda import make_uploader
+from ..store.files import check_links
 from ..store.layout import ExpertLayout, TensorSpec, layout_from_checkpoint
 from ..store.reader import ExpertReader
 from ..store.safetensors import Checkpoint
@@ -60,6 +61,8 @@ def open_experts(
     """
     if isinstance(names, str) or not names:
         raise ValueError(f"names={names!r}: give a list of modules, one at least")
+    if os.path.isdir(path):
+        check_links(path)
     checkpoint = Checkpoint(path)
     try:
         layouts = [_layout(checkpoint, name) for name in names]

@@ -11,6 +11,7 @@ from ..device import using_mlx
 from ..errors import VaultError
 from ..hub import find_model
 from ..skeleton import Switch, build_skeleton
+from ..store.files import check_links
 from ..store.layout import ExpertLayout
 from ..store.safetensors import Checkpoint
 from ..store.vault import VAULT_FILE, Vault
@@ -39,9 +40,13 @@ def verify(
 
     Raises:
         VaultError: naming the first record that is damaged, or what else does not fit.
+        CheckpointError: a link in the folder leads out of it.
     """
     path = Path(dst)
-    with Vault(path / VAULT_FILE if path.is_dir() else path) as vault:
+    if path.is_dir():
+        check_links(path)
+        path /= VAULT_FILE
+    with Vault(path) as vault:
         for i in range(len(vault.table)):
             vault.verify_record(i)
             if progress is not None:

@@ -95,8 +95,11 @@ class SessionFiles:
         return cache
 
     def _by_age(self, pattern: str) -> list[Path]:
-        ages = []
+        ages, root = [], os.path.realpath(self.folder)
         for path in self.folder.glob(pattern):
+            if os.path.realpath(path) != os.path.join(root, path.relative_to(self.folder)):
+                logging.warning(f"{path} is not used: it is a link, or its folder is one.")
+                continue
             try:
                 ages.append((path.stat().st_mtime_ns, path))
             except FileNotFoundError:

@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import glob
+import io
 import json
 import os
 import stat
@@ -34,10 +36,10 @@ class OpenFile:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        self._fd = -1
         if not stat.S_ISREG(os.stat(self.path).st_mode):  # opening a pipe would wait for ever
             raise CheckpointError(f"{self.path} is not a file.")
-        self._fd = os.open(self.path, os.O_RDONLY)
+        self._file = io.FileIO(self.path)  # an interrupt loses no descriptor that has an owner
+        self._fd = self._file.fileno()
         self.fingerprint = Fingerprint.of(os.fstat(self._fd))
 
     def fileno(self) -> int:
@@ -75,10 +77,9 @@ class OpenFile:
 
     def close(self) -> None:
         """Close the file."""
-        fd, self._fd = self._fd, -1  # closed once, whatever the system says: the number is reused
-        if fd >= 0:
-            with contextlib.suppress(OSError):  # of a disk that is gone; nothing was written
-                os.close(fd)
+        self._fd = -1
+        with contextlib.suppress(OSError):  # of a disk that is gone; nothing was written
+            self._file.close()  # once, whatever the system says: the number is reused
 
     def __enter__(self) -> Any:
         return self
@@ -89,6 +90,35 @@ class OpenFile:
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
             self.close()
+
+
+def check_links(folder: str | os.PathLike[str]) -> None:
+    """Refuse a model's folder with a link out of it: a stranger's could name any file of yours.
+
+    The folder itself may be a link. A Hub download consists of links into the `blobs` of its own
+    repository, and these are allowed.
+
+    Raises:
+        CheckpointError: naming the link and its target.
+    """
+    root = os.path.realpath(folder)
+    snapshots = os.path.dirname(root)  # <cache>/models--<owner>--<name>/snapshots/<revision>
+    repository = os.path.dirname(snapshots)
+    is_hub = os.path.basename(snapshots) == "snapshots"
+    is_hub = is_hub and os.path.basename(repository).startswith("models--")
+    blobs = os.path.join(repository, "blobs")
+    # The second is the one folder below that is read, by transformers.
+    for path in (*Path(folder).iterdir(), *Path(folder).glob("additional_chat_templates/*")):
+        if not path.is_symlink():
+            continue
+        target = os.path.realpath(path)
+        if is_hub and os.path.dirname(target) == blobs:
+            continue
+        if os.path.commonpath([root, target]) != root:
+            raise CheckpointError(
+                f"{path} is a link to {target}, which is outside of its folder. Copy that file "
+                "into the folder, or link the whole folder."
+            )
 
 
 @contextlib.contextmanager
@@ -139,6 +169,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A file to write; it takes the place of the one of this name when it is whole, and on disk."""
     path = Path(path)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    for other in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
+        if not _is_running(other.name.split(".")[-2]):  # it was killed
+            with contextlib.suppress(OSError):
+                other.unlink()
     try:
         part.unlink(missing_ok=True)  # left over, or a link that a stranger put there
         with part.open("xb") as f:
@@ -148,6 +182,17 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _is_running(pid: str) -> bool:
+    """Whether there is such a process; True for what is no process number."""
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except (ValueError, OSError):
+        pass
+    return True
 
 
 def write_json(path: Path, document: Any) -> None:

@@ -31,7 +31,7 @@ class TensorSpec:
         return f"{self.projection}.{self.kind}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ExpertLayout:
     """The experts of one layer on disk.
 
@@ -49,9 +49,9 @@ class ExpertLayout:
     path: str
     num_experts: int
     tensors: tuple[TensorSpec, ...]
-    file_ids: np.ndarray = field(repr=False, compare=False)
-    offsets: np.ndarray = field(repr=False, compare=False)
-    checksums: np.ndarray | None = field(default=None, repr=False, compare=False)
+    file_ids: np.ndarray = field(repr=False)
+    offsets: np.ndarray = field(repr=False)
+    checksums: np.ndarray | None = field(default=None, repr=False)
     experts: tuple[int, ...] | None = None
 
     def name(self, expert: int) -> str:

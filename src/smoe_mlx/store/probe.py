@@ -35,7 +35,7 @@ class DiskProbe:
 def probe_disk(
     files: Sequence[OpenFile],
     layouts: Sequence[ExpertLayout],
-    threads: int = 8,
+    threads: int,
     seconds: float = 1.0,
     io: str = "direct",
     clock: Callable[[], float] = time.perf_counter,

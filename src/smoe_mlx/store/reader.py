@@ -13,11 +13,14 @@ import fcntl
 import mmap
 import operator
 import os
+import signal
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from traceback import walk_stack
 
 import numpy as np
 
@@ -205,7 +208,8 @@ class _File:
         into; for the rest, the pages around are read into scratch memory and copied from there."""
         start = read.offset - read.offset % PAGE
         end = read.offset + read.nbytes
-        scratch = _pages(end - start + 2 * PAGE * len(read.buffers))
+        last = -(-end // PAGE) * PAGE
+        scratch = _pages(last - start or PAGE)
         parts: list[memoryview] = []  # what is read, page by page, from `start` on
         copies: list[tuple[memoryview, memoryview]] = []
         used = 0  # bytes of scratch
@@ -230,7 +234,7 @@ class _File:
             else:
                 loose.append((at, buffer))
             at += len(buffer)
-        close_loose(-(-end // PAGE) * PAGE)
+        close_loose(last)
         position = start
         while position < end:
             n = self._preadv(self.own_fd, parts, position)
@@ -269,11 +273,29 @@ def _read_and_upload(uploader: Uploader, file: _File, read: _Read) -> None:
 
 
 def _close_all(streamer: Streamer, files: list[_File], uploader: Uploader | None) -> None:
-    streamer.stop()
-    for f in files:
-        f.close()
-    if uploader is not None:
-        uploader.close()
+    """Join and close everything, and let an interrupt wait until that is done."""
+    interrupted = False
+    while True:
+        try:
+            streamer.stop()
+            for f in files:
+                f.close()
+            if uploader is not None:
+                uploader.close()
+            break
+        except KeyboardInterrupt:
+            interrupted = True
+    if interrupted:
+        with contextlib.suppress(RuntimeError):  # no thread to be had: the process ends
+            threading.Thread(target=_interrupt_main, name="smoe-interrupt", daemon=True).start()
+
+
+def _interrupt_main() -> None:
+    """Interrupt the main thread when it frees no object any more: Python would drop it there."""
+    main, frees = threading.main_thread().ident or 0, weakref.finalize.__call__.__code__
+    while any(f.f_code is frees for f, _ in walk_stack(sys._current_frames().get(main))):
+        time.sleep(0.001)
+    signal.pthread_kill(main, signal.SIGINT)
 
 
 class ExpertReader:

@@ -151,8 +151,8 @@ class Streamer:
             for readings in (self._demands, self._bets):
                 if reading in readings:
                     readings.remove(reading)
-            bets = 0 if self._demands else len(self._bets)
-        if bets:
+            bets_wait = bool(self._bets) and not self._demands
+        if bets_wait:
             self._wake_some(self.most_bets)
 
     def _wake_some(self, n: int) -> None:

@@ -414,8 +414,10 @@ class VaultWriter:
         """Layers that an earlier, interrupted run of the same plan has written."""
         done: set[int] = set()
         try:
-            with open(self.journal) as f:
-                lines = f.read().split("\n")[:-1]  # a last line without its end does not count
+            with open(self.journal, "r+b") as f:
+                *lines, torn = f.read().split(b"\n")
+                f.seek(-len(torn), os.SEEK_END)
+                f.truncate()  # or the next line would become one with it
             if os.stat(self.partial).st_size != self.plan.file_nbytes:
                 return set()
             if json.loads(lines[0])["plan"] != self._plan_id():
