@@ -32,6 +32,14 @@ CONFIGS = json.loads((Path(__file__).parent / "data" / "tiny_configs.json").read
 STREAMED = sorted(set(CONFIGS) - {"dbrx"})
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_verdicts_of_this_machine(tmp_path_factory):
+    """What was found out about it, and lies in the user's cache folder, is no part of a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 def random_model(config: dict, dtype: mx.Dtype = mx.float32) -> nn.Module:
     """A model whose every weight is random: what is zero by default would hide mistakes."""
     model_class, args_class = mlx_lm.utils._get_classes(config)
