@@ -104,16 +104,16 @@ def test_one(name: str, g: Geometry, activation: nn.Module) -> dict:
     return {"what": name, "error": mine.rms, "mlx_lm": theirs.rms, "fault": fault}
 
 
-def test_router(experts: int, top_k: int, by_logits: bool, norm: bool, last: bool) -> dict:
-    router = FusedRouter(experts, top_k, by_logits, norm, last)
-    name = f"router, {top_k} of {experts}{', by logits' * by_logits}"
+def test_router(router: FusedRouter) -> dict:
+    name = f"router, {router}{', by logits' * router.by_logits}"
     fault = selftest.router_fault(router)
-    logits = mx.random.normal((4096, experts)).astype(mx.bfloat16)
-    theirs = selftest.route_operations(router)(logits)[0]
-    mine = mx.concatenate([router(rows)[0] for rows in mx.split(logits, 256)])
+    logits = mx.random.normal((4096, router.experts)).astype(mx.bfloat16)
+    bias = [mx.random.normal((router.experts,))] * router.biased
+    theirs = selftest.route_operations(router)(logits, *bias)[0]
+    mine = mx.concatenate([router(rows, *bias)[0] for rows in mx.split(logits, 256)])
     same = (mx.sort(mine, -1) == mx.sort(theirs, -1)).all(-1).mean().item()
     speedup = selftest.time_router(router)
-    say(f"  {name:<32} {speedup:.2f}x, the same experts for {same:.2%}   {fault or 'ok'}")
+    say(f"  {name:<44} {speedup:.2f}x, the same experts for {same:.2%}   {fault or 'ok'}")
     return {"what": name, "fault": fault, "speedup": speedup, "same": same}
 
 
@@ -349,9 +349,16 @@ def main() -> None:
             work = lambda: decode(args.model, args.shares, args.tokens, args.rounds)  # noqa: E731
             found["decode"] = step("decode", 60, work) or {}
     say("routers, against mlx-lm's operations:")
-    for choice in ((128, 8, False, True, True), (512, 10, False, True, True),
-                   (8, 2, True, True, False)):  # fmt: skip
-        add("routers", step(f"router {choice}", 5, lambda c=choice: test_router(*c)))
+    biased = {"sigmoid": True, "biased": True, "wide": True, "scale": 2.5}
+    for router in (
+        FusedRouter(128, 8, False, True, True),
+        FusedRouter(512, 10, False, True, True),
+        FusedRouter(8, 2, True, True, False),
+        FusedRouter(32, 4, True, True, True),
+        FusedRouter(128, 8, False, True, False, **biased),
+        FusedRouter(256, 8, False, True, False, **biased, groups=8, kept=4),
+    ):
+        add("routers", step(f"router {router}", 5, lambda r=router: test_router(r)))
     if args.sweep:
         say("time of the GPU for other tilings (simdgroups, lanes, rows, ahead, addition):")
         for name, shape in SHAPES.items():

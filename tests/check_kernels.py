@@ -166,6 +166,18 @@ def geometries() -> list[tuple[Geometry, Tiling]]:
     return [(g, t) for g in (usual, two) for t in tilings] + [(g, Tiling()) for g in others]
 
 
+def routers() -> list[FusedRouter]:
+    biased = {"sigmoid": True, "biased": True, "wide": True, "scale": 2.5}
+    return [
+        FusedRouter(128, 8, False, True, True),
+        FusedRouter(512, 10, False, True, True),
+        FusedRouter(60, 4, True, True, False),
+        FusedRouter(128, 8, False, True, False, **biased),
+        FusedRouter(256, 8, False, True, False, **biased, groups=8, kept=4),
+        FusedRouter(128, 4, False, True, True, groups=4, kept=2, never=True, wide=True, cast=True),
+    ]
+
+
 def main() -> int:
     mx.set_default_device(mx.cpu)
     clang, nvcc = shutil.which("clang"), shutil.which("nvcc")
@@ -193,8 +205,9 @@ def main() -> int:
                     fused(arrays, x, slots, random_weights(slots, geometry.dtype))
                 if tiling == Tiling():
                     fused(arrays, x, slots, lookup=mx.zeros((8,), mx.uint32))
-            for choice in ((128, 8, False, True, True), (60, 4, True, True, False)):
-                FusedRouter(*choice)(mx.zeros((1, choice[0]), mx.bfloat16))
+            for router in routers():
+                logits = mx.zeros((1, router.experts), mx.bfloat16)
+                router(logits, *[mx.zeros((router.experts,))] * router.biased)
     return checker.failed > 0
 
 

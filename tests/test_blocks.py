@@ -2,11 +2,13 @@
 exchanged text computes what mlx-lm's own does."""
 
 import sys
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from conftest import STREAMED, resident, same_bits
+from mlx_lm.models import glm4_moe
 from mlx_lm.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 from test_exact import logits_of
 
@@ -15,18 +17,18 @@ from smoe_mlx.kernels.choose import KernelChooser
 from smoe_mlx.kernels.experts import Weights
 from smoe_mlx.kernels.route import FusedRouter
 from smoe_mlx.kernels.selftest import route_operations
-from smoe_mlx.layers.blocks import recognise
+from smoe_mlx.layers.blocks import recognise, recognise_routing
+from smoe_mlx.layers.symbols import Symbol, on_symbols
 from smoe_mlx.load import load_model
 
-ROUTED = {
-    "jamba", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_next",
-    "qwen3_5", "qwen3_5_moe",
-}  # fmt: skip
 # These say it in other words, or do something else.
 LEFT_ALONE = {
     "Klear", "bailing_moe", "deepseek_v41", "gemma4", "gemma4_text", "hunyuan", "llama4",
     "longcat_flash", "longcat_flash_ngram",
 }  # fmt: skip
+# The sum is left to kernels, the routing is not.
+OWN_ROUTING = {"deepseek_v2", "ernie4_5_moe", "kimi_linear", "laguna", "lfm2_moe", "phimoe"}
+ROUTED = set(STREAMED) - LEFT_ALONE - OWN_ROUTING
 
 
 class Operations:
@@ -44,9 +46,9 @@ class OperationsRouter(FusedRouter):
     def fits(self, logits):
         return logits.shape[-1] == self.experts
 
-    def __call__(self, logits):
+    def __call__(self, logits, bias=None):
         OperationsRouter.calls += 1
-        return route_operations(self)(logits)
+        return route_operations(self)(logits, bias)
 
 
 @pytest.fixture
@@ -58,7 +60,8 @@ def operations(monkeypatch):
     )
     add_up = Weights.sum
     monkeypatch.setattr(KernelChooser, "choose", choose)
-    monkeypatch.setattr(KernelChooser, "choose_router", lambda self, *a: OperationsRouter(*a))
+    take = lambda self, router: OperationsRouter(**vars(router))  # noqa: E731
+    monkeypatch.setattr(KernelChooser, "choose_router", take)
     monkeypatch.setattr(Weights, "sum", lambda self, y: sums.append(1) or add_up(self, y))
     monkeypatch.setattr(OperationsRouter, "calls", 0)
     return weighted, sums
@@ -155,7 +158,7 @@ class InStepsAndUsed(Block):
 
 
 class RoutesElsewhere(Block):
-    """As qwen3_moe, but that the probabilities are used again."""
+    """As qwen3_moe, but that the probabilities are used again: they are still made."""
 
     def __call__(self, x):
         gates = self.gate(x)
@@ -196,7 +199,7 @@ def test_types_stay(kind):
 
 
 class RoutesTwice(Block):
-    """Softmax of softmax: no router of ours."""
+    """Softmax of softmax, and once more: a router can do the one in the middle."""
 
     def __call__(self, x):
         gates = mx.softmax(self.gate(x), axis=-1, precise=True)
@@ -224,18 +227,116 @@ class TakesOthers(Block):
         return y
 
 
+class ChangesItsInput(Block):
+    """What the gate was asked about is something else when the experts are chosen."""
+
+    def __call__(self, x):
+        gates = self.gate(x)
+        x = x * 2
+        gates = mx.softmax(gates, axis=-1, precise=True)
+        k = self.top_k
+        inds = mx.stop_gradient(mx.argpartition(-gates, kth=k - 1, axis=-1)[..., :k])
+        scores = mx.take_along_axis(gates, inds, axis=-1)
+        y = self.switch_mlp(x, inds)
+        y = (y * scores[..., None]).sum(axis=-2)
+        return y
+
+
+class AsksTheLength(Block):
+    """What it does depends on how many tokens there are."""
+
+    def __call__(self, x):
+        gates = mx.softmax(self.gate(x), axis=-1, precise=True)
+        k = self.top_k
+        if x.shape[0] == 1:
+            k = 1
+        inds = mx.argpartition(-gates, kth=k - 1, axis=-1)[..., :k]
+        scores = mx.take_along_axis(gates, inds, axis=-1)
+        y = self.switch_mlp(x, inds)
+        y = (y * scores[..., None]).sum(axis=-2)
+        return y
+
+
+def made(kind, experts=6) -> nn.Module:
+    block = kind()
+    block.switch_mlp, block.gate = Switch(), nn.Linear(8, experts, bias=False)
+    block.top_k, block.norm_topk_prob = 3, True
+    return block
+
+
+def routing_of(block, experts=6):
+    return recognise_routing(block, recognise(type(block), "switch_mlp"), "switch_mlp", experts)
+
+
 def test_what_is_recognised():
     for kind in (Block, StaysWide, InSteps, RoutesElsewhere, RoutesTwice, TakesOthers):
-        found = recognise(kind, "switch_mlp")
-        assert found.routing is None
-        assert issubclass(found.kind, kind)
+        assert issubclass(recognise(kind, "switch_mlp").kind, kind)
     for kind in (AnotherAxis, SomethingBetween, AnotherName, Twice, Inherits, InStepsAndUsed):
         assert recognise(kind, "switch_mlp") is None
     assert recognise(Block, "experts") is None  # it calls another module
     assert recognise(nn.Linear, "switch_mlp") is None
     made_of_no_file = type("Block", (nn.Module,), {"__call__": eval("lambda self, x: x")})
     assert recognise(made_of_no_file, "switch_mlp") is None
-    found = recognise(Qwen3MoeSparseMoeBlock, "switch_mlp")
-    assert (found.routing.by_logits, found.routing.norm, found.routing.last) == (
-        False, "norm_topk_prob", True,
-    )  # fmt: skip
+
+
+def test_what_routing_is_recognised():
+    for kind in (Block, TakesOthers, ChangesItsInput, AsksTheLength):
+        assert routing_of(made(kind)) is None
+    for kind, norm, last in ((RoutesElsewhere, True, True), (RoutesTwice, False, False)):
+        block, x = made(kind), mx.random.normal((2, 3, 8))
+        routing, expected = routing_of(block), block(x)
+        assert routing.router == FusedRouter(6, 3, False, norm, last)
+        block.__class__ = routing.kind
+        block.switch_mlp.routes = lambda logits: True
+        block.switch_mlp.router = OperationsRouter(**vars(routing.router))
+        before = OperationsRouter.calls
+        assert same_bits(block(x), expected)
+        assert OperationsRouter.calls == before + 1
+
+
+def gate(**changes) -> nn.Module:
+    """A block of GLM 4's, with attributes of its gate changed."""
+    args = glm4_moe.ModelArgs.from_dict({
+        "model_type": "glm4_moe", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
+        "max_position_embeddings": 8, "moe_intermediate_size": 8, "norm_topk_prob": True,
+        "num_attention_heads": 1, "n_group": 4, "head_dim": 8, "topk_group": 2,
+        "n_shared_experts": None, "n_routed_experts": 32, "routed_scaling_factor": 2.5,
+        "num_experts_per_tok": 3, "first_k_dense_replace": 0, "num_hidden_layers": 1,
+        "num_key_value_heads": 1, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "use_qk_norm": False,
+        "tie_word_embeddings": False, "attention_bias": False, "partial_rotary_factor": 1.0,
+        "rope_scaling": None,
+    })  # fmt: skip
+    block = glm4_moe.MoE(args)
+    for name, value in changes.items():
+        setattr(block.gate, name, value)
+    return block
+
+
+def test_the_numbers_of_a_router_are_found():
+    routers = {"sigmoid": True, "biased": True, "wide": True}
+    usual = FusedRouter(32, 3, False, True, False, groups=4, kept=2, scale=2.5, **routers)
+    assert routing_of(gate(), 32).router == usual
+    for changes, router in (
+        ({"n_group": 1}, replace(usual, groups=1, kept=1)),
+        ({"topk_group": 3}, replace(usual, kept=3)),
+        ({"norm_topk_prob": False}, replace(usual, norm=False)),
+        ({"top_k": 1}, replace(usual, norm=False, top_k=1)),
+        ({"routed_scaling_factor": 1}, replace(usual, scale=1)),
+    ):
+        assert routing_of(gate(**changes), 32).router == router
+    assert routing_of(gate(e_score_correction_bias=mx.zeros((31,))), 32) is None
+    assert routing_of(gate(), 31) is None
+    assert routing_of(gate(top_k="three"), 32) is None
+
+
+def test_symbols():
+    x, y = Symbol("x"), Symbol("y")
+    do = on_symbols(lambda x, y: mx.sum(-x.T * y[..., :3].astype(mx.float16) / 2, axis=-1))
+    assert str(do(x, y)) == "(((-x.T) * y[..., :3].astype(mx.float16)) / 2).sum(axis=-1)"
+    for depends_on_values in (
+        lambda: bool(x), lambda: x == y, lambda: x != 1, lambda: x < y, lambda: list(x),
+        lambda: x[::2], lambda: x.shape[0] == 1, lambda: x + mx.zeros(1), lambda: x.no_method(),
+        lambda: x in (1, 2), lambda: {x},
+    ):  # fmt: skip
+        with pytest.raises((TypeError, AttributeError)):
+            depends_on_values()

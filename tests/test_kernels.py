@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import random_tokens, same_bits
+from conftest import random_tokens, resident, same_bits
 from emulator import Emulator, KernelFault
 from mlx_lm.models import activations, deepseek_v41, gemma4_text, kimi_k3, muse_spark, step3p5
 from mlx_lm.models.cache import make_prompt_cache
@@ -44,6 +44,7 @@ from smoe_mlx.kernels.selftest import (
     reference,
 )
 from smoe_mlx.layers.switch import Projection, StreamingSwitchGLU
+from smoe_mlx.load import load_model
 from smoe_mlx.search import Setting
 from smoe_mlx.store.files import MOST_KNOWN, MOST_KNOWN_NBYTES
 from smoe_mlx.store.layout import TensorSpec
@@ -407,37 +408,69 @@ def test_the_emulator_sees_faults(emulate):
 
 # ---- routing -------------------------------------------------------------------------------------
 
+SIGMOID = {"sigmoid": True, "biased": True}
 ROUTERS = [
     # experts, k, by logits, renormalised, from the end
-    (128, 8, False, True, True),
-    (60, 4, False, False, False),
-    (8, 2, True, True, False),
-    (513, 16, False, False, True),
-    (3, 3, True, True, True),
+    FusedRouter(128, 8, False, True, True),
+    FusedRouter(60, 4, False, False, False),
+    FusedRouter(8, 2, True, True, False),
+    FusedRouter(513, 16, False, False, True),
+    FusedRouter(3, 3, True, True, True),
+    FusedRouter(40, 8, True, True, True, wide=True),
+    FusedRouter(256, 8, False, True, False, **SIGMOID, groups=8, kept=4, wide=True, scale=2.5),
+    FusedRouter(6, 1, False, False, False, **SIGMOID, wide=True, scale=1.0),
+    FusedRouter(72, 4, False, True, False, **SIGMOID, eps=1e-3),
+    FusedRouter(
+        96, 5, False, True, True, **SIGMOID, groups=32, kept=2, never=True, wide=True, cast=True
+    ),
+    FusedRouter(40, 4, False, True, False, groups=4, kept=3, wide=True, eps=1e-20),
 ]
 
 
-@pytest.mark.parametrize("choice", ROUTERS, ids=str)
-def test_routers(choice, emulate):
+@pytest.mark.parametrize("router", ROUTERS, ids=str)
+def test_routers(router, emulate):
     emulate()
-    router, k = FusedRouter(*choice), choice[1]
     assert selftest.router_fault(router) == ""
-    ops = selftest.route_operations(router)
+    bias = [mx.random.normal((router.experts,), key=mx.random.key(2))] * router.biased
     for dtype in (F32, BF16):
-        logits = 3 * mx.random.normal((2, 3, choice[0]), key=mx.random.key(1)).astype(dtype)
+        shape = (2, 3, router.experts)
+        logits = 3 * mx.random.normal(shape, key=mx.random.key(1)).astype(dtype)
+        if router.sigmoid and not router.wide and dtype != F32:
+            assert not router.fits(logits)
+            continue
         assert router.fits(logits)
-        (ids, scores), stock_ids = router(logits), ops(logits)[0]
-        assert (ids.shape, scores.dtype) == ((2, 3, k), dtype)
-        exact = mx.softmax(logits.astype(F32), axis=-1)
+        ids, weights = router(logits, *bias)
+        stock_ids, stock_weights = selftest.route_operations(router)(logits, *bias)
+        assert (ids.shape, weights.dtype) == (stock_ids.shape, stock_weights.dtype)
+        exact = logits.astype(F32)
+        exact = mx.sigmoid(exact) if router.sigmoid else mx.softmax(exact, axis=-1)
         expected = mx.take_along_axis(exact, ids, axis=-1)
         if router.norm:
-            expected = expected / expected.sum(axis=-1, keepdims=True)
-        error = relative_error(scores, expected)
-        assert error <= 1.02 * relative_error(expected.astype(dtype), expected) + 2e-6
+            expected = expected / (expected.sum(axis=-1, keepdims=True) + (router.eps or 0.0))
+        expected = expected * (1.0 if router.scale is None else router.scale)
+        rounding = relative_error(expected.astype(weights.dtype), expected)
+        assert relative_error(weights, expected) <= 1.02 * rounding + 2e-6
         # The same experts, up to those that mlx-lm's own rounding makes equal.
-        rounded = mx.softmax(logits, axis=-1, precise=True)
-        mine, theirs = (mx.sort(mx.take_along_axis(rounded, i, -1), -1) for i in (ids, stock_ids))
+        keys = exact if router.wide else exact.astype(dtype)
+        keys = keys + bias[0] if bias else keys
+        mine, theirs = (mx.sort(mx.take_along_axis(keys, i, -1), -1) for i in (ids, stock_ids))
         assert mx.array_equal(mine, theirs).item()
+
+
+@pytest.mark.parametrize("backend", ["metal", "cuda"])
+@pytest.mark.parametrize("never", [False, True])
+def test_groups(backend, never, emulate):
+    """Of equal groups the first are left out, as by sorting; experts left out may still win."""
+    emulate(backend)
+    router = FusedRouter(8, 3, False, False, False, **SIGMOID, groups=4, kept=2, never=never)
+    logits = mx.zeros((1, 8))
+    for bias, expected in (
+        ([2.0, 0, 0, 2, 2, 0, 0, 2], [4, 7, 5]),
+        ([2.0, 0, 1, 2, 2, 0, 1, 2], [3, 7, 2]),
+        ([-2.0, -1, -3, -1, -2, -1, -1, -4], [1, 5, 0] if never else [2, 3, 6]),
+        ([-math.inf] * 8, [0, 1, 2]),
+    ):
+        assert router(logits, mx.array(bias))[0].tolist() == [expected]
 
 
 @pytest.mark.parametrize("backend", ["metal", "cuda"])
@@ -451,19 +484,37 @@ def test_equal_experts_are_chosen_as_by_sorting(backend, emulate):
     assert sorted(FusedRouter(8, 8, True, True, False)(nothing)[0].tolist()[0]) == [*range(8)]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "fault"),
-    [
-        ("left &= ~(1u << j)", "left &= ~0u", "other experts"),
-        ("if (other_id != 0xffffffffu &&", "if (m < 16 && other_id != 0xffffffffu &&", "other"),
-        ("my_score / sum", "my_score / chosen", "other weights"),
-        ("NORM && total == total", "true", "NaN"),
-    ],
+PLAIN = (40, 4, False, False, True)
+GROUPED = FusedRouter(
+    64, 4, False, True, False, **SIGMOID, groups=8, kept=2, wide=True, eps=0.1, scale=2.5
 )
-def test_wrong_routers_are_seen(old, new, fault, emulate):
-    emulate(change=lambda text: text.replace(old, new))
-    norm = "NORM" in old
-    assert fault in selftest.router_fault(FusedRouter(40, 4, norm, norm, True))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault", "router"),
+    [
+        ("left &= ~(1u << j)", "left &= ~0u", "other experts", FusedRouter(*PLAIN)),
+        ("if (other_id != 0xffffffffu &&", "if (m < 16 && other_id != 0xffffffffu &&", "other ex",
+         FusedRouter(*PLAIN)),
+        ("my_score / sum", "my_score / chosen", "other weights", FusedRouter(*PLAIN)),
+        ("total == total", "true", "NaN", FusedRouter(40, 4, True, True, True)),
+        ("total == total", "true", "NaN", GROUPED),
+        ("key[j] += float(correction[e])", "", "other experts", GROUPED),
+        ("v[j] < 0.0f ? small", "v[j] > 0.0f ? small", "other", GROUPED),
+        ("rank += other < mine", "rank += other > mine", "other experts", GROUPED),
+        ("first + second", "first", "other experts", GROUPED),
+        ("second = low > second", "second = low > first", "other experts", GROUPED),
+        ("< uint32_t(DROP)", "<= uint32_t(DROP)", "other experts", GROUPED),
+        ("NEVER ? -SM_INFINITY : 0.0f", "2.0f", "other experts", GROUPED),
+        ("chosen + SM_AS_FLOAT(uint32_t(EPS))", "chosen", "other weights", GROUPED),
+        ("* SM_AS_FLOAT(uint32_t(SCALE))", "", "other weights", GROUPED),
+    ],
+)  # fmt: skip
+def test_wrong_routers_are_seen(old, new, fault, router, emulate):
+    changed = []
+    emulate(change=lambda text: changed.append(old in text) or text.replace(old, new))
+    assert fault in selftest.router_fault(replace(router))  # a new one, of no other test
+    assert all(changed)
 
 
 def test_logits_that_do_not_fit(emulate):
@@ -475,6 +526,9 @@ def test_logits_that_do_not_fit(emulate):
     assert not router.fits(mx.zeros((1, 64), mx.int32))
     assert not FusedRouter(1025, 4, False, True, True).fits(mx.zeros((1, 1025)))
     assert not FusedRouter(64, 17, False, True, True).fits(mx.zeros((1, 64)))
+    for groups, kept in ((64, 32), (3, 1), (0, 0), (4, 0), (4, 5)):
+        grouped = FusedRouter(64, 4, False, True, True, groups=groups, kept=kept)
+        assert not grouped.fits(mx.zeros((1, 64)))
 
 
 # ---- names and text ------------------------------------------------------------------------------
@@ -847,6 +901,17 @@ def test_a_streamed_model(slots, emulate, fast):
     assert all(not hasattr(m, "fused") or m.fused is None for _, m in model.named_modules())
     long, _ = logits_of("fused", slots, tokens * 3)  # more tokens than the kernels take
     assert same_bits(long, logits_of("stock", slots, tokens * 3)[0])
+
+
+def test_a_streamed_model_with_groups(emulate, fast, tiny):
+    folder, tokens = tiny("deepseek_v3", "affine"), mx.array([random_tokens(3)])
+    expected = resident(folder)(tokens)
+    machine = emulate()
+    model, _ = load_model(folder, config=smoe_mlx.StreamingConfig(slots=1.0, kernels="fused"))
+    got = model(tokens)
+    assert any("smoe_route_" in name for name in machine.names)
+    assert "2 of 8 by sigmoid, 1 of 2 groups: right" in str(model._streaming.kernels)
+    assert mx.allclose(got, expected, 1e-3, 1e-4).item()
 
 
 def test_experts_that_come_later_change_no_bit(emulate, fast, slow_disk, monkeypatch):

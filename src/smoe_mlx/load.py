@@ -25,7 +25,7 @@ from .hot import find_usage_file, prewarm_soon
 from .hub import find_model
 from .kernels.choose import KernelChooser
 from .kernels.experts import eligible
-from .layers.blocks import recognise
+from .layers.blocks import recognise, recognise_routing
 from .layers.lookahead import look_up, make_predictor
 from .layers.mixed import MixedSwitch
 from .layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
@@ -346,17 +346,17 @@ def install(
         if len(parts) > 1:
             experts = [p.layout.experts or () for p in switch.parts]
             module = MixedSwitch(list(zip(experts, parts, strict=True)))
-        for name, child in other_children(switch).items():
-            module[name] = child
+        for key, child in other_children(switch).items():
+            module[key] = child
         module.eval()
         replace_module(skeleton.model, switch.path, module)
         if isinstance(module, (StreamingSwitchGLU, StreamingSwitchMLP)):
             tell_true_routing(block, module)
             if module.fused is not None and recognised is not None:
                 block.__class__ = recognised.kind
-                if recognised.routing is not None:
-                    choice = recognised.routing.arguments(block)
-                    module.router = kernels.choose_router(switch.num_experts, *choice)
+                routing = recognise_routing(block, recognised, name, switch.num_experts)
+                if routing and (router := kernels.choose_router(routing.router)):
+                    module.router, block.__class__ = router, routing.kind
     install_bets(skeleton, config)
     decoding = Decoding(skeleton.model, cache, config.decode)
     return Streaming(cache, plan, decoding, kernels, config.hot_per_layer)

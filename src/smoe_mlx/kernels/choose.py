@@ -10,6 +10,7 @@ import json
 import math
 import platform
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -50,7 +51,7 @@ class KernelChooser:
         self.fused = self.layers = 0
         self.reasons: list[str] = []
         self._chosen: dict[tuple[Geometry, bool], FusedExperts | None] = {}
-        self._routers: dict[tuple[int, int, bool, bool, bool], FusedRouter | None] = {}
+        self._routers: dict[FusedRouter, FusedRouter | None] = {}
 
     def choose(
         self, geometry: Geometry | str, stock: Experts, activation: nn.Module, weighted: bool
@@ -104,17 +105,15 @@ class KernelChooser:
         self._say(f"{geometry}: {verdict}, used up to {fused.max_tokens}")
         return fused if fused.max_tokens else None
 
-    def choose_router(
-        self, experts: int, top_k: int, by_logits: bool, norm: bool, last: bool
-    ) -> FusedRouter | None:
+    def choose_router(self, router: FusedRouter) -> FusedRouter | None:
         """The kernel for a block's routing, or None; asked for where experts use the kernels."""
-        key = experts, top_k, by_logits, norm, last
-        if key not in self._routers:
-            self._routers[key] = self._decide_router(FusedRouter(*key))
-        return self._routers[key]
+        if router not in self._routers:
+            # (A new one: that of another model has a kernel already.)
+            self._routers[router] = self._decide_router(replace(router))
+        return self._routers[router]
 
     def _decide_router(self, router: FusedRouter) -> FusedRouter | None:
-        what = f"router, {router.top_k} of {router.experts}"
+        what = f"router, {router}"
         if not router.fits(mx.zeros((1, router.experts))):
             return None
         try:

@@ -33,7 +33,8 @@ ABSENT = 0xFFFFFFFF  # a slot number that no bank has
 # Names of a tensor in the kernels: a letter, then "u" (up, down, fc1 or fc2) or "g" (gate).
 LETTERS = {"weight": "w", "scales": "s", "biases": "b", "bias": "a"}
 STAND_INS = {
-    "lookup": "slot", "bu": "su", "au": "su", "wg": "wu", "sg": "su", "bg": "su", "ag": "su",
+    "lookup": "slot", "correction": "logits", "bu": "su", "au": "su", "wg": "wu", "sg": "su",
+    "bg": "su", "ag": "su",
 }  # fmt: skip
 
 # What mlx-lm's activations compute, of u (the up projection's output, or fc1's) and g (the gate's).

@@ -1,8 +1,11 @@
   // ids, scores [tokens, TOP_K]: a token's experts and their weights, from its logits [tokens, E].
   //
-  // BY_LOGITS: choose by logits, else by softmax as rounded to T. Of equal ones the first is chosen,
-  // with LAST the last, and the order is then ascending: what mlx-lm's argpartition does, which
-  // sorts on a GPU. NORM: scores add up to 1, else they are softmax over all experts.
+  // An expert's score is SIGMOID of its logit, else softmax over all; in float if WIDE, else rounded
+  // to T. BY_LOGITS: choose by logits, else by scores, plus correction [E] if BIASED. Of GROUPS, the
+  // experts of those DROP whose best two add up to least count as 0, or with NEVER as -infinity.
+  // Of equal ones the first is chosen, with LAST the last, and the order is then ascending: what
+  // mlx-lm's argpartition does, which sorts on a GPU. NORM: weights are scores divided by their sum
+  // plus EPS. They are multiplied by SCALE (both are a float's bits), and become O.
   // grid: y = token; one simdgroup.
   constexpr int OWN = (E + 31) / 32; // experts of a lane: lane, lane + 32, ...
   const uint32_t start = sm_y * uint32_t(E);
@@ -24,7 +27,13 @@
   SM_UNROLL
   for (int j = 0; j < OWN; j++) {
     key[j] = v[j];
-    v[j] = SM_EXP(v[j] - most);
+    if (SIGMOID) {
+      const uint32_t e = uint32_t(32 * j) + sm_lane;
+      const float small = 1.0f / (1.0f + SM_EXP(v[j] < 0.0f ? -v[j] : v[j])); // as MLX computes it
+      v[j] = e < uint32_t(E) ? (v[j] < 0.0f ? small : 1.0f - small) : 0.0f;
+    } else {
+      v[j] = SM_EXP(v[j] - most);
+    }
     total += v[j];
   }
   SM_UNROLL
@@ -34,9 +43,53 @@
   uint32_t left = 0u; // bit j: expert j of this lane can still be chosen
   SM_UNROLL
   for (int j = 0; j < OWN; j++) {
-    left |= uint32_t(32 * j) + sm_lane < uint32_t(E) ? 1u << j : 0u;
+    const uint32_t e = uint32_t(32 * j) + sm_lane;
+    left |= e < uint32_t(E) ? 1u << j : 0u;
     if (!BY_LOGITS) {
-      key[j] = float(static_cast<T>(v[j] / total));
+      const float score = SIGMOID ? v[j] : v[j] / total;
+      key[j] = WIDE ? score : float(static_cast<T>(score));
+      if (BIASED && e < uint32_t(E)) {
+        key[j] += float(correction[e]);
+      }
+    }
+  }
+  if (DROP > 0) {
+    constexpr uint32_t SIZE = E / GROUPS;
+    float mine = 0.0f; // what the best two of group sm_lane add up to
+    SM_NO_UNROLL
+    for (uint32_t g = 0u; g < uint32_t(GROUPS); g++) {
+      float first = -SM_INFINITY;
+      float second = -SM_INFINITY;
+      SM_UNROLL
+      for (int j = 0; j < OWN; j++) {
+        if ((uint32_t(32 * j) + sm_lane) / SIZE == g) {
+          second = key[j] > first ? first : key[j] > second ? key[j] : second;
+          first = key[j] > first ? key[j] : first;
+        }
+      }
+      SM_UNROLL
+      for (int m = 16; m > 0; m /= 2) {
+        const float other = SM_SHUFFLE_XOR(first, m);
+        const float other_second = SM_SHUFFLE_XOR(second, m);
+        const float low = other > first ? first : other;
+        second = other_second > second ? other_second : second;
+        second = low > second ? low : second;
+        first = other > first ? other : first;
+      }
+      mine = sm_lane == g ? first + second : mine;
+    }
+    uint32_t rank = 0u; // of group sm_lane
+    SM_NO_UNROLL
+    for (uint32_t g = 0u; g < uint32_t(GROUPS); g++) {
+      const float other = SM_SHUFFLE(mine, g);
+      rank += other < mine || (other == mine && g < sm_lane) ? 1u : 0u;
+    }
+    SM_UNROLL
+    for (int j = 0; j < OWN; j++) {
+      const uint32_t g = (uint32_t(32 * j) + sm_lane) / SIZE;
+      if (SM_SHUFFLE(rank, g % 32u) < uint32_t(DROP)) {
+        key[j] = NEVER ? -SM_INFINITY : 0.0f;
+      }
     }
   }
 
@@ -81,8 +134,10 @@
       my_score = score;
     }
   }
-  const float sum = NORM && total == total ? chosen : total; // NaN stays NaN
+  float sum = NORM ? chosen + SM_AS_FLOAT(uint32_t(EPS)) : SIGMOID ? 1.0f : total;
+  sum = total == total ? sum : total; // NaN stays NaN
   if (sm_lane < uint32_t(TOP_K)) {
     ids[sm_y * uint32_t(TOP_K) + sm_lane] = my_id;
-    scores[sm_y * uint32_t(TOP_K) + sm_lane] = static_cast<T>(my_score / sum);
+    scores[sm_y * uint32_t(TOP_K) + sm_lane] =
+        static_cast<O>(my_score / sum * SM_AS_FLOAT(uint32_t(SCALE)));
   }

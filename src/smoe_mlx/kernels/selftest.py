@@ -287,41 +287,65 @@ def try_launch(fused: FusedExperts) -> None:
 # ---- routers -------------------------------------------------------------------------------------
 
 
-def route_operations(router: FusedRouter) -> Callable[[mx.array], tuple[mx.array, mx.array]]:
-    """What `router` computes, by the operations of mlx-lm's blocks."""
-    k = router.top_k
+def route_operations(router: FusedRouter) -> Callable[..., tuple[mx.array, mx.array]]:
+    """What `router` computes, by the operations of mlx-lm's routers."""
+    r, k = router, router.top_k
 
-    def route(logits: mx.array) -> tuple[mx.array, mx.array]:
-        gates = logits if router.by_logits else mx.softmax(logits, axis=-1, precise=True)
-        if router.last:
-            ids = mx.argpartition(gates, kth=-k, axis=-1)[..., -k:]
+    def route(logits: mx.array, bias: Any = None) -> tuple[mx.array, mx.array]:
+        keys = scores = logits if r.by_logits else _scores(r, logits)
+        if r.biased:
+            keys = scores + bias
+        if r.kept < r.groups:
+            keys = mx.unflatten(keys, axis=-1, shape=(r.groups, -1))
+            best = mx.topk(keys, 2, axis=-1).sum(axis=-1, keepdims=True)
+            drop = r.groups - r.kept
+            worst = mx.argpartition(best, kth=drop - 1, axis=-2)[..., :drop, :]
+            nothing = mx.array(-mx.inf if r.never else 0.0, scores.dtype)
+            keys = mx.flatten(mx.put_along_axis(keys, worst, nothing, axis=-2), -2, -1)
+        if r.last:
+            ids = mx.argpartition(keys, kth=-k, axis=-1)[..., -k:]
         else:
-            ids = mx.argpartition(-gates, kth=k - 1, axis=-1)[..., :k]
-        scores = mx.take_along_axis(gates, ids, axis=-1)
-        if router.by_logits:
-            return ids, mx.softmax(scores, axis=-1, precise=True)
-        return ids, scores / scores.sum(axis=-1, keepdims=True) if router.norm else scores
+            ids = mx.argpartition(-keys, kth=k - 1, axis=-1)[..., :k]
+        weights = mx.take_along_axis(scores, ids, axis=-1)
+        if r.by_logits:
+            weights = _scores(r, weights)
+        elif r.norm:
+            total = weights.sum(axis=-1, keepdims=True)
+            weights = weights / (total if r.eps is None else total + r.eps)
+        if r.scale is not None:
+            weights = weights * r.scale
+        return ids, weights.astype(logits.dtype) if r.cast else weights
 
     return route
 
 
+def _scores(router: FusedRouter, logits: mx.array) -> mx.array:
+    if router.wide:
+        logits = logits.astype(mx.float32)
+    if router.sigmoid:
+        return mx.sigmoid(logits)
+    if router.wide:
+        return mx.softmax(logits, axis=-1)
+    return mx.softmax(logits, axis=-1, precise=True)
+
+
 def router_fault(router: FusedRouter) -> str:
     """What is wrong with a router's kernel on this machine, or ""."""
-    tokens, count, k = 5, router.experts, router.top_k
-    order = mx.argsort(mx.random.uniform(shape=(tokens, count), key=mx.random.key(3)), axis=-1)
+    tokens, count = 5, router.experts
+    keys = mx.random.split(mx.random.key(3), 2)
+    order = mx.argsort(mx.random.uniform(shape=(tokens, count), key=keys[0]), axis=-1)
     logits = (order.astype(mx.float32) - count / 2) * (16 / count)  # no two of them near
-    p = mx.softmax(logits, axis=-1)
-    expected = mx.sort(mx.argsort(-logits, axis=-1)[:, :k], axis=-1)
-    weights = mx.take_along_axis(p, expected, axis=-1)
-    if router.norm:
-        weights = weights / weights.sum(axis=-1, keepdims=True)
-    ids, scores = router(logits)
-    place = mx.argsort(ids, axis=-1)
+    bias = [0.2 * mx.random.uniform(shape=(count,), key=keys[1])] * router.biased
+    with mx.stream(mx.cpu):
+        expected, weights = route_operations(router)(logits, *bias)
+    ids, scores = router(logits, *bias)
+    place, other = mx.argsort(ids, axis=-1), mx.argsort(expected, axis=-1)
+    expected, weights = (mx.take_along_axis(a, other, axis=-1) for a in (expected, weights))
     if not mx.array_equal(mx.take_along_axis(ids, place, axis=-1), expected).item():
         return "the router's kernel chooses other experts"
     if not mx.allclose(mx.take_along_axis(scores, place, axis=-1), weights, 1e-5, 0.0).item():
         return "the router's kernel gives other weights"
-    if not mx.isnan(router(mx.where(order == 0, mx.nan, logits))[1]).all().item():
+    if not mx.isnan(router(mx.where(order == 0, mx.nan, logits), *bias)[1]).all().item():
         return "the router's kernel loses NaN"
     return ""
 
@@ -329,17 +353,19 @@ def router_fault(router: FusedRouter) -> str:
 def time_router(router: FusedRouter, rounds: int = 5) -> float:
     """How many times as fast as mlx-lm's operations it is, for one token."""
     shape = (CHAIN, 1, router.experts)
-    tokens = list(mx.random.normal(shape, key=mx.random.key(4)).astype(mx.bfloat16))
-    mx.eval(tokens)
-    ways: list[Callable[[mx.array], tuple[mx.array, mx.array]]] = [router, route_operations(router)]
+    dtype = mx.bfloat16 if router.wide or not router.sigmoid else mx.float32
+    tokens = list(mx.random.normal(shape, key=mx.random.key(4)).astype(dtype))
+    bias = [mx.zeros((router.experts,))] * router.biased
+    mx.eval(tokens, bias)
+    ways: list[Callable[..., tuple[mx.array, mx.array]]] = [router, route_operations(router)]
     seconds: list[list[float]] = [[], []]
     for i in range(rounds + 1):  # the first warms up
         for way, found in zip(ways, seconds, strict=True):
             mx.synchronize()
             start = time.perf_counter()
-            last = mx.zeros((1, 1), mx.bfloat16)
+            last = mx.zeros((1, 1), dtype)
             for logits in tokens:  # each waits for the one before
-                last = way(logits + 0 * last[:, :1])[1]
+                last = way(logits + (0 * last[:, :1]).astype(dtype), *bias)[1]
             mx.eval(last)
             if i:
                 found.append(time.perf_counter() - start)
