@@ -205,6 +205,7 @@ def main() -> int:
                     fused(arrays, x, slots, random_weights(slots, geometry.dtype))
                 if tiling == Tiling():
                     fused(arrays, x, slots, lookup=mx.zeros((8,), mx.uint32))
+                    fused.with_misses(arrays, x, slots, lookup=mx.zeros((8,), mx.uint32))
             for router in routers():
                 logits = mx.zeros((1, router.experts), mx.bfloat16)
                 router(logits, *[mx.zeros((router.experts,))] * router.biased)

@@ -363,6 +363,40 @@ def test_faults_are_seen(fault, emulate, monkeypatch):
     assert bool(found) == (fault != "nothing"), found
 
 
+@pytest.mark.parametrize("backend", ["metal", "cuda"])
+def test_misses(backend, emulate):
+    machine = emulate(backend)
+    fused, arrays = FusedExperts(SICK), random_experts(SICK, selftest.SLOTS)
+    assert selftest.misses_fault(fused, arrays) == ""
+    x, slots = mx.zeros((2, 1, 256), BF16), mx.zeros((2, 1, 16), mx.uint32)
+    assert same_bits(fused.with_misses(arrays, x, slots)[1], mx.zeros((2, 1), mx.uint32))
+    gone = mx.full((2, 1, 16), experts.ABSENT, mx.uint32)
+    assert fused.with_misses(arrays, x, gone)[1].tolist() == [[65535], [65535]]
+    before = len(machine.names)
+    fused(arrays, x, slots)
+    assert not any("miss" in name for name in machine.names[before:])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("const uint32_t e = LOOKUP ?", "const uint32_t e = false ?", "not told"),
+        ("k = 0u; k < uint32_t(slot_shape[1])", "k = 1u; k < uint32_t(slot_shape[1])", "not told"),
+        ("0u : 1u << k", "0u : 1u", "not told"),
+        ("slot[sm_y + k]", "slot[sm_y]", "not told"),
+        ("miss[sm_y / uint32_t(slot_shape[1])]", "miss[0]", "not told"),
+        ("e < uint32_t(wu_shape[0]) ? 0u", "e != 0xffffffffu ? 0u", "not told"),
+        ("= bits;", "= bits; out[0] = 0.0f;", "changes"),
+    ],
+)
+def test_wrong_misses_are_seen(old, new, fault, emulate):
+    found = []
+    emulate(change=lambda text: found.append(old in text) or text.replace(old, new))
+    fault_seen = selftest.misses_fault(FusedExperts(SICK), random_experts(SICK, selftest.SLOTS))
+    assert fault in fault_seen
+    assert any(found)
+
+
 def run_text(source: str, emulate, dtype=F32, **options) -> np.ndarray:
     text = kernel_text("metal", "sum", ())
     source = text["source"].partition("constexpr")[0] + source
@@ -539,17 +573,17 @@ def test_names_tell_texts_apart(monkeypatch):
     texts = [
         kernel_text(backend, body, inputs, activation)
         for backend in ("metal", "cuda")
-        for body in ("expert", "sum", "route")
+        for body in ("expert", "expert+miss", "sum", "route")
         for inputs in (some, (*some, "lookup"))
         for activation in (SWIGLU, "u", "u * 2.0f")
     ]
-    assert len({t["name"] for t in texts}) == 36
+    assert len({t["name"] for t in texts}) == 48
     assert texts[0] == kernel_text("metal", "expert", some, SWIGLU)
 
 
 @pytest.mark.parametrize("backend", ["metal", "cuda"])
 def test_text_is_what_metal_takes(backend):
-    bodies = ("expert", "sum", "route")
+    bodies = ("expert+miss", "sum", "route")
     for text in itertools.chain(*(kernel_text(backend, b, (), SWIGLU).values() for b in bodies)):
         assert text.isascii()
         for line in text.splitlines():
@@ -649,15 +683,15 @@ def test_no_gpu_no_kernels():
 def test_compiled_calls_take_new_arrays(monkeypatch):
     """What mx.compile replays is a function of every array that it is given. (No kernel runs.)"""
 
-    def first(self, arrays, x, slots, lookup=None):
+    def first(self, misses, arrays, x, slots, lookup):
         rows = slots if lookup is None else lookup[slots]
-        return x[:, None] + arrays["up_proj", "scales"][rows].sum(-1)
+        return [x[:, None] + arrays["up_proj", "scales"][rows].sum(-1), *[rows.sum(-1)] * misses]
 
     def second(self, arrays, h, slots, weights=None, lookup=None):
         y = h + arrays["down_proj", "scales"][slots].sum((-1, -2))[..., None]
         return y if weights is None else weights.sum(y)
 
-    monkeypatch.setattr(FusedExperts, "first", first)
+    monkeypatch.setattr(FusedExperts, "_first", first)
     monkeypatch.setattr(FusedExperts, "second", second)
     geometry = swiglu(64, 64, 4, 64, F32)
     compiled, plain = FusedExperts(geometry), FusedExperts(geometry, compiled=False)
@@ -671,6 +705,10 @@ def test_compiled_calls_take_new_arrays(monkeypatch):
                     y = compiled(arrays, x, slots, weights, table)
                     expected = plain(arrays, x, slots, weights, table)
                     assert mx.allclose(y, expected, 1e-6, 1e-6).item()
+                    y, misses = compiled.with_misses(arrays, x, slots, weights, table)
+                    assert mx.allclose(y, expected, 1e-6, 1e-6).item()
+                    rows = slots if table is None else table[slots]
+                    assert mx.array_equal(misses, rows.sum(-1)).item()
 
 
 # ---- who chooses ---------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def kernel_text(
     """Name, header and source. The name is one of the text: MLX finds compiled code by name.
 
     Args:
-        body: the file that has it, without its suffix: "expert", "sum" or "route".
+        body: the files that have it, without suffixes: "expert", "expert+miss", "sum" or "route".
         inputs: those that the kernel is given.
         activation: C text of `u` and `g`.
     """
@@ -197,9 +197,13 @@ def kernel_text(
     for name, other in STAND_INS.items():  # what is not given is not used either, but named
         if name not in inputs:
             header += f"#define {name} {other}\n"
-    source = text(f"{backend}_entry.h") + text(f"{body}.h")
+    source = "".join(text(f"{part}.h") for part in (f"{backend}_entry", *body.split("+")))
     digest = hashlib.sha256((header + source).encode()).hexdigest()
-    return {"name": f"smoe_{body}_{digest[:16]}", "header": header, "source": source}
+    return {
+        "name": f"smoe_{body.replace('+', '_')}_{digest[:16]}",
+        "header": header,
+        "source": source,
+    }
 
 
 def make_kernel(
@@ -275,7 +279,7 @@ class FusedExperts:
         self._up = [(name, kind) for name in ups for kind in up]
         self._down = [("down_proj" if g.gated else "fc2", kind) for kind in down]
         self._kernels: dict[tuple[str, ...], Kernel] = {}
-        self._calls: dict[tuple[bool, bool, bool], Callable[..., mx.array]] = {}
+        self._calls: dict[tuple[bool, ...], Callable[..., list[mx.array]]] = {}
 
     def fits(self, x: mx.array, slots: mx.array) -> bool:
         """Whether this call can be computed here."""
@@ -302,27 +306,55 @@ class FusedExperts:
             slots: rows of the arrays; those that they lack give 0.
             lookup: [E] uint32: `slots` are numbers of experts, whose slots are in here.
         """
+        (y,) = self._run(False, arrays, x, slots, weights, lookup)
+        return y
+
+    def with_misses(
+        self,
+        arrays: Arrays,
+        x: mx.array,
+        slots: mx.array,
+        weights: Weights | None = None,
+        lookup: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        """The same, and misses [...] uint32: bit k of a token is set where the arrays lack the slot
+        of its place k (with `lookup`: where that has `ABSENT`, say)."""
+        y, misses = self._run(True, arrays, x, slots, weights, lookup)
+        return y, misses
+
+    def _run(
+        self,
+        misses: bool,
+        arrays: Arrays,
+        x: mx.array,
+        slots: mx.array,
+        weights: Weights | None,
+        lookup: mx.array | None,
+    ) -> list[mx.array]:
         given = [x, slots]
         if weights is not None:
             given.append(weights.scores)
         if lookup is not None:
             given.append(lookup)
-        way = (weights is not None, weights is not None and weights.cast, lookup is not None)
+        cast = weights is not None and weights.cast
+        way = (weights is not None, cast, lookup is not None, misses)
         call = self._calls.get(way)
         if call is None:
             call = self._calls[way] = self._make_call(*way)
         return call(*given, *[arrays[key] for key in (*self._up, *self._down)])
 
-    def _make_call(self, weighted: bool, cast: bool, looked_up: bool) -> Callable[..., mx.array]:
+    def _make_call(
+        self, weighted: bool, cast: bool, looked_up: bool, misses: bool
+    ) -> Callable[..., list[mx.array]]:
         """Both kernels as a function of arrays alone."""
 
-        def call(x: mx.array, slots: mx.array, *more: mx.array) -> mx.array:
+        def call(x: mx.array, slots: mx.array, *more: mx.array) -> list[mx.array]:
             given = list(more)
             weights = Weights(given.pop(0), cast) if weighted else None
             lookup = given.pop(0) if looked_up else None
             arrays = dict(zip((*self._up, *self._down), given, strict=True))
-            h = self.first(arrays, x, slots, lookup)
-            return self.second(arrays, h, slots, weights, lookup)
+            h, *missing = self._first(misses, arrays, x, slots, lookup)
+            return [self.second(arrays, h, slots, weights, lookup), *missing]
 
         return mx.compile(call) if self.compiled else call
 
@@ -335,14 +367,25 @@ class FusedExperts:
     ) -> mx.array:
         """Gate, up and activation: x [..., D], slots [..., k] -> [pairs, F] float32, in an order
         that `second` knows."""
+        return self._first(False, arrays, x, slots, lookup)[0]
+
+    def _first(
+        self,
+        misses: bool,
+        arrays: Arrays,
+        x: mx.array,
+        slots: mx.array,
+        lookup: mx.array | None,
+    ) -> list[mx.array]:
         g, tiling = self.geometry, self.tilings[0]
         inputs = {"inp": x.reshape(-1, g.hidden), "slot": slots.reshape(-1, slots.shape[-1])}
         constants = {"SIMDS": tiling.simds, "FIRST": True, "NEXT": chunk(g.down[0])}
         constants |= {"GATED": g.gated, "BIAS": g.up_bias}
         constants |= self._constants(g.up, tiling, g.hidden)
         return self._launch(
-            "expert", g.activation, inputs, lookup, arrays, self._up, constants,
-            (slots.size, g.ffn), mx.float32, tiling.simds, tiling.simds * tiling.simd_rows,
+            "expert+miss" if misses else "expert", g.activation, inputs, lookup, arrays, self._up,
+            constants, (slots.size, g.ffn), mx.float32, tiling.simds,
+            tiling.simds * tiling.simd_rows, slots.shape[:-1] if misses else None,
         )  # fmt: skip
 
     def second(
@@ -359,13 +402,13 @@ class FusedExperts:
         constants = {"BIAS": g.down_bias, **self._constants(g.down, tiling, g.ffn)}
         if weights is None:
             constants |= {"SIMDS": tiling.simds, "FIRST": False, "NEXT": 4, "GATED": False}
-            y = self._launch(
+            (y,) = self._launch(
                 "expert", "u", inputs, lookup, arrays, self._down, constants,
                 (slots.size, g.hidden), g.dtype, tiling.simds, tiling.simds * tiling.simd_rows,
             )  # fmt: skip
             return y.reshape(*slots.shape, g.hidden)
         dtype = g.dtype if weights.cast else result_type(g.dtype, weights.scores.dtype)
-        y = self._launch(
+        (y,) = self._launch(
             "sum", "", {**inputs, "score": weights.scores}, lookup, arrays, self._down,
             {"MAX_TOP_K": MAX_TOP_K, **constants}, (slots.size // top_k, g.hidden), dtype, top_k,
             tiling.simd_rows,
@@ -393,8 +436,12 @@ class FusedExperts:
         dtype: mx.Dtype,
         simds: int,
         block: int,
-    ) -> mx.array:
-        """Run a kernel that makes an array of this shape, in blocks of so many of its columns."""
+        misses: tuple[int, ...] | None = None,
+    ) -> list[mx.array]:
+        """Run a kernel that makes an array of this shape, in blocks of so many of its columns.
+
+        misses: the shape of a second one, if it makes that.
+        """
         if lookup is not None:
             inputs["lookup"] = lookup
         for projection, kind in tensors:
@@ -403,18 +450,18 @@ class FusedExperts:
         key = (body, activation, *inputs)
         kernel = self._kernels.get(key)
         if kernel is None:
-            kernel = make_kernel(backend() or "", body, list(inputs), ["out"], activation)
+            outputs = ["out"] if misses is None else ["out", "miss"]
+            kernel = make_kernel(backend() or "", body, list(inputs), outputs, activation)
             self._kernels[key] = kernel
         constants = {"N": shape[1], "LOOKUP": lookup is not None, **constants}
-        (out,) = kernel(
+        return kernel(
             inputs=list(inputs.values()),
             template=[("T", dtype), *((name, int(value)) for name, value in constants.items())],
-            output_shapes=[shape],
-            output_dtypes=[dtype],
+            output_shapes=[shape] if misses is None else [shape, misses],
+            output_dtypes=[dtype] if misses is None else [dtype, mx.uint32],
             grid=(-(-shape[1] // block) * simds * 32, shape[0], 1),
             threadgroup=(simds * 32, 1, 1),
         )
-        return out
 
 
 def result_type(a: mx.Dtype, b: mx.Dtype) -> mx.Dtype:

@@ -187,6 +187,23 @@ def find_fault(fused: FusedExperts, arrays: Arrays, errors: Errors, stock: Error
     return ""
 
 
+def misses_fault(fused: FusedExperts, arrays: Arrays) -> str:
+    """What is wrong with `with_misses` on this machine, or "". For who is to use it."""
+    x, slots = random_call(fused.geometry, SLOTS, 5, 3)
+    lookup = mx.array([3, ABSENT, 0, 7, SLOTS, 1, 2, 4], mx.uint32)
+    for table in (None, lookup):
+        numbers = slots if table is not None else lookup[slots]
+        places = mx.left_shift(mx.array(1, mx.uint32), mx.arange(3, dtype=mx.uint32))
+        expected = mx.where(lookup[slots] >= SLOTS, places, 0).sum(axis=-1)
+        for weights in (None, random_weights(slots, x.dtype)):
+            y, misses = fused.with_misses(arrays, x, numbers, weights, table)
+            if not mx.array_equal(misses, expected).item():
+                return "misses are not told right"
+            if not mx.array_equal(y, fused(arrays, x, numbers, weights, table)).item():
+                return "telling misses changes what is computed"
+    return ""
+
+
 def _same_rows(a: mx.array, b: mx.array, rows: list[int]) -> bool:
     return bool(mx.array_equal(a[mx.array(rows)], b[mx.array(rows)]).item())
 
