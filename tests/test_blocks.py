@@ -257,6 +257,34 @@ class AsksTheLength(Block):
         return y
 
 
+class ChangesItUnseen(Block):
+    """As above, by what cannot be done to symbols."""
+
+    def __call__(self, x):
+        gates = mx.softmax(self.gate(x), axis=-1, precise=True)
+        x = x * len(x)
+        k = self.top_k
+        inds = mx.argpartition(-gates, kth=k - 1, axis=-1)[..., :k]
+        scores = mx.take_along_axis(gates, inds, axis=-1)
+        y = self.switch_mlp(x, inds)
+        y = (y * scores[..., None]).sum(axis=-2)
+        return y
+
+
+class ReturnsEarly(Block):
+    def __call__(self, x):
+        gates = mx.softmax(self.gate(x), axis=-1, precise=True)
+        if x.ndim > 5:
+            nothing = x
+            return nothing
+        k = self.top_k
+        inds = mx.argpartition(-gates, kth=k - 1, axis=-1)[..., :k]
+        scores = mx.take_along_axis(gates, inds, axis=-1)
+        y = self.switch_mlp(x, inds)
+        y = (y * scores[..., None]).sum(axis=-2)
+        return y
+
+
 def made(kind, experts=6) -> nn.Module:
     block = kind()
     block.switch_mlp, block.gate = Switch(), nn.Linear(8, experts, bias=False)
@@ -280,7 +308,9 @@ def test_what_is_recognised():
 
 
 def test_what_routing_is_recognised():
-    for kind in (Block, TakesOthers, ChangesItsInput, AsksTheLength):
+    for kind in (
+        Block, TakesOthers, ChangesItsInput, AsksTheLength, ChangesItUnseen, ReturnsEarly
+    ):  # fmt: skip
         assert routing_of(made(kind)) is None
     for kind, norm, last in ((RoutesElsewhere, True, True), (RoutesTwice, False, False)):
         block, x = made(kind), mx.random.normal((2, 3, 8))
@@ -331,8 +361,8 @@ def test_the_numbers_of_a_router_are_found():
 
 def test_symbols():
     x, y = Symbol("x"), Symbol("y")
-    do = on_symbols(lambda x, y: mx.sum(-x.T * y[..., :3].astype(mx.float16) / 2, axis=-1))
-    assert str(do(x, y)) == "(((-x.T) * y[..., :3].astype(mx.float16)) / 2).sum(axis=-1)"
+    do = on_symbols(lambda x, y: mx.sum(-x.T * y[..., :3].astype(mx.float16) / (2 - x), axis=-1))
+    assert str(do(x, y)) == "(((-x.T) * y[..., :3].astype(mx.float16)) / (2 - x)).sum(axis=-1)"
     for depends_on_values in (
         lambda: bool(x), lambda: x == y, lambda: x != 1, lambda: x < y, lambda: list(x),
         lambda: x[::2], lambda: x.shape[0] == 1, lambda: x + mx.zeros(1), lambda: x.no_method(),
