@@ -25,7 +25,8 @@ from .symbols import ModuleSymbol, Symbol, on_symbols, symbol_names
 # Sources are compared as `ast.unparse` writes them.
 WEIGHTED = re.compile(
     r"^    (\w+) = self\.(\w+)\((\w+), (\w+)\)\n"
-    r"    (\1 = |return )\(\1 \* (\w+)\[\.\.\., None\]\)\.sum\(axis=-2\)(\.astype\(\1\.dtype\))?"
+    r"    (\1 = |return )\(\1 \* (\w+)\[\.\.\., None\](\.astype\(mx\.float32\))?\)"
+    r"\.sum\(axis=-2\)(\.astype\(\1\.dtype\))?"
     r"(?=\.|\n|$)",
     re.M,
 )
@@ -61,7 +62,8 @@ def recognise(kind: type, switch: str) -> Recognised | None:
         return None
     text, count = WEIGHTED.subn(
         lambda m: (
-            f"    {m[5]}self.{m[2]}.weighted({m[3]}, {m[4]}, {m[6]}, cast={m[7] is not None})"
+            f"    {m[5]}self.{m[2]}.weighted("
+            f"{m[3]}, {m[4]}, {m[6]}{m[7] or ''}, cast={m[8] is not None})"
         ),
         ast.unparse(ast.parse(source)),
     )
@@ -97,7 +99,7 @@ def recognise_routing(
     (function,) = ast.parse(recognised.text).body
     assert isinstance(function, ast.FunctionDef)
     body, names = function.body, symbol_names(type(block).__call__.__globals__)
-    m = re.search(rf"self\.{switch}\.weighted\(\w+, (\w+), (\w+), ", recognised.text)
+    m = re.search(rf"self\.{switch}\.weighted\(\w+, (\w+), (\w+)[.,]", recognised.text)
     assert m is not None
     ids, scores = m.groups()
     values: dict[str, Any] = {a.arg: Symbol(a.arg) for a in function.args.args}
