@@ -156,6 +156,8 @@ def geometries() -> list[tuple[Geometry, Tiling]]:
         replace(usual, dtype=mx.float16), replace(two, dtype=mx.float32), mixed,
         *[replace(usual, up=(bits, 64), down=(bits, 64)) for bits in (3, 5, 6, 8)],
         replace(usual, up=(4, 32), down=(4, 32), mode="mxfp4", up_bias=True, down_bias=True),
+        replace(usual, up=(8, 32), down=(8, 32), mode="mxfp8"),
+        replace(usual, up=(4, 16), down=(4, 16), mode="nvfp4"),
         replace(usual, gated=False, activation=ACTIVATIONS["mlx.nn.layers.activations.ReLU2"]),
         replace(usual, activation=ACTIVATIONS["mlx_lm.models.gemma4_text.GeGLU"]),
     ]  # fmt: skip

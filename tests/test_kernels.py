@@ -149,6 +149,8 @@ WEIGHTED = [
     (128, 256, (5, 32), (6, 128), "affine", F16, 1, 5),
     (384, 128, (6, 64), (5, 64), "affine", F32, 1, 2),
     (64, 96, (4, 32), (4, 32), "mxfp4", F32, 2, 2),
+    (96, 64, (8, 32), (8, 32), "mxfp8", F32, 2, 2),
+    (64, 96, (4, 16), (4, 16), "nvfp4", F32, 2, 2),
 ]
 
 
@@ -159,6 +161,20 @@ def test_weighted_sums_equal_the_reference(shape, emulate):
     geometry = swiglu(hidden, ffn, *up, dtype, down, mode)
     weights = random_weights(mx.zeros((tokens, top_k)), dtype)
     assert_exact(geometry, tokens, top_k, weights=weights)
+
+
+def test_a_weight_that_is_nan(emulate):
+    emulate()
+    geometry = swiglu(64, 64, 8, 32, BF16, mode="mxfp8")
+    arrays = random_experts(geometry, 2)
+    codes = arrays["up_proj", "weight"].view(mx.uint8)
+    first = mx.arange(codes.size).reshape(codes.shape) == 0
+    for nan in (127, 255):
+        sick = mx.where(first, mx.array(nan, mx.uint8), codes).view(mx.uint32)
+        y = FusedExperts(geometry)(
+            {**arrays, ("up_proj", "weight"): sick}, mx.ones((1, 64), BF16), mx.array([[0, 1]])
+        )
+        assert mx.isnan(y).all(axis=-1).tolist() == [[True, False]]
 
 
 def test_formats_without_a_weighted_sum(emulate):
@@ -634,6 +650,7 @@ def test_eligible():
     ("why", "tensors", "parts", "activation"),
     [
         ("mxfp8", specs(), projections(every={"mode": "mxfp8", "group_size": 32}), SwiGLU()),
+        ("nvfp4", specs(), projections(every={"mode": "nvfp4", "group_size": 32}), SwiGLU()),
         ("some", specs(), projections(up_proj={"mode": "mxfp4", "group_size": 32}), SwiGLU()),
         ("not quantised", specs(), projections(up_proj={"mode": None}), SwiGLU()),
         ("7 bits", specs(), projections(down_proj={"bits": 7}), SwiGLU()),

@@ -3,9 +3,10 @@
 //
 // HOW a code becomes a float. CONVERT: by the instruction for it, which runs at a fraction of the
 // others' rate. ADD: as the low bits of 2^23, which is subtracted again, exact; for codes in the
-// low 16 bits, to which the upper half of a word is shifted. FP4: e2m1, times 2^-14.
+// low 16 bits, to which the upper half of a word is shifted. FP4: e2m1, times 2^-14; FP8: e4m3, times
+// 2^-8; NVFP4: as FP4, and scales are e4m3, where the other two have e8m0.
 #define SM_INFINITY SM_AS_FLOAT(0x7f800000u)
-enum { SM_CONVERT, SM_ADD, SM_FP4 };
+enum { SM_CONVERT, SM_ADD, SM_FP4, SM_FP8, SM_NVFP4 };
 
 // What a lane takes of a row at a time: codes, and what their groups have.
 template <int LOADS, int PARTS>
@@ -15,14 +16,24 @@ struct sm_chunk {
   float offset[PARTS];
 };
 
-// The scale of a group: a float, or the exponent of mxfp4 (e8m0), with what FP4 codes lack.
-template <class S>
+// A number of 8 bits (e4m3), times 2^-8.
+SM_FN float sm_e4m3(uint32_t u) {
+  const uint32_t v = u & 127u; // 127 is NaN
+  return SM_HALF_AS_FLOAT((v << 7) | (((v + 1u) >> 7) << 14) | ((u & 128u) << 8));
+}
+
+// The scale of a group: a float, or 8 bits, with what codes lack.
+template <int HOW, class S>
 SM_FN float sm_scale(S s) {
   return float(s);
 }
 
+template <int HOW>
 SM_FN float sm_scale(unsigned char s) {
-  return SM_AS_FLOAT(uint32_t(s) << 23) * 16384.0f;
+  if (HOW == SM_NVFP4) {
+    return sm_e4m3(uint32_t(s)) * 4194304.0f;
+  }
+  return SM_AS_FLOAT(uint32_t(s) << 23) * (HOW == SM_FP8 ? 256.0f : 16384.0f);
 }
 
 // Read chunk c of a row that has CHUNKS of them, each in PARTS groups, or SPAN of them in a group.
@@ -46,8 +57,8 @@ SM_FN void sm_fetch(
   for (int p = 0; p < PARTS; p++) {
     const size_t g = row * uint32_t(CHUNKS * PARTS / SPAN) +
         (PARTS > 1 ? c * uint32_t(PARTS) + uint32_t(p) : c / uint32_t(SPAN));
-    q.scale[p] = sm_scale(scales[g]);
-    q.offset[p] = HOW == SM_FP4 ? 0.0f : float(offsets[g]);
+    q.scale[p] = sm_scale<HOW>(scales[g]);
+    q.offset[p] = HOW >= SM_FP4 ? 0.0f : float(offsets[g]);
   }
 }
 
@@ -56,7 +67,7 @@ SM_FN void sm_fetch(
 template <int BITS, int HOW>
 SM_FN uint32_t sm_position(uint32_t i) {
   const uint32_t at = (i * uint32_t(BITS)) % (HOW == SM_ADD ? 16u : 32u);
-  return HOW == SM_FP4 || at + uint32_t(BITS) > 32u ? 0u : at;
+  return HOW >= SM_FP4 || at + uint32_t(BITS) > 32u ? 0u : at;
 }
 
 // v / 2^position of code i.
@@ -71,7 +82,10 @@ SM_FN float sm_code(const SM_THREAD sm_chunk<LOADS, PARTS>& q, int i) {
   const uint32_t mask = (1u << BITS) - 1u;
   const int word = i * BITS / 32;
   const int at = i * BITS % 32;
-  if (HOW == SM_FP4) {
+  if (HOW == SM_FP8) {
+    return sm_e4m3(q.w[word] >> at);
+  }
+  if (HOW >= SM_FP4) {
     const uint32_t u = q.w[word] >> at;
     return SM_HALF_AS_FLOAT(((u & 7u) << 9) | ((u & 8u) << 12));
   }

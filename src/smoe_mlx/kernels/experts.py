@@ -27,6 +27,8 @@ Arrays = Mapping[tuple[str, str], mx.array]
 MAX_TOP_K = 16
 MAX_TOKENS = 16
 BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+# Other modes: (bits, group size), and how a code becomes a float (common.h).
+MODES = {"mxfp4": ((4, 32), 2), "mxfp8": ((8, 32), 3), "nvfp4": ((4, 16), 4)}
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 SHARED_MEMORY = 32768  # bytes of threadgroup memory that Metal grants
 ABSENT = 0xFFFFFFFF  # a slot number that no bank has
@@ -65,7 +67,7 @@ class Geometry:
         up, down: (bits, group size) of gate and up (fc1), and of down (fc2).
         up_bias, down_bias: whether the projections have a bias.
         dtype: of x, biases, the result, and affine scales.
-        mode: "affine" or "mxfp4".
+        mode: "affine" or one of `MODES`.
     """
 
     hidden: int
@@ -81,7 +83,7 @@ class Geometry:
 
     def __str__(self) -> str:
         dtype = str(self.dtype).rpartition(".")[2]
-        kind = "q" if self.mode == "affine" else "fp"
+        kind = "q" if self.mode == "affine" else self.mode[:-1]
         up, down = (f"{kind}{bits}g{group}" for bits, group in (self.up, self.down))
         return f"{self.hidden} x {self.ffn} {up if up == down else f'{up}/{down}'} {dtype}"
 
@@ -104,7 +106,7 @@ def eligible(
     for name in (*firsts, last):
         p = projections[name]
         affine = p.mode == "affine" and p.bits in BITS and p.group_size in GROUPS
-        if not affine and (p.mode, p.bits, p.group_size) != ("mxfp4", 4, 32):
+        if not affine and (p.bits, p.group_size) != MODES.get(p.mode or "", (None,))[0]:
             how = f"quantised as {p.mode}, {p.bits} bits, groups of {p.group_size}"
             return f"{name} is {'not quantised' if p.mode is None else how}"
         if not {(name, "scales"), *[(name, "biases")] * affine} <= kinds.keys():
@@ -114,9 +116,9 @@ def eligible(
         assert p.bits is not None
         assert p.group_size is not None
         formats[name] = (p.bits, p.group_size)
-    modes = {projections[name].mode for name in formats}
+    modes = {str(projections[name].mode) for name in formats}
     if len(modes) > 1:
-        return "some are quantised as affine, some as mxfp4"
+        return f"some are quantised as {', some as '.join(sorted(modes))}"
     up, down = formats[firsts[0]], formats[last]
     biased = {n: (n, "bias") in kinds for n in (*firsts, last)}
     if gated and (formats["gate_proj"], biased["gate_proj"]) != (up, biased["up_proj"]):
@@ -131,7 +133,7 @@ def eligible(
     (mode,) = modes
     floats = ("scales", "biases", "bias") if mode == "affine" else ("bias",)
     dtypes = {MX_DTYPES[t.dtype] for t in tensors if t.kind in floats}
-    # mxfp4 without biases does not say what x is: nearly always this, and `fits` looks again.
+    # Other modes without biases do not say what x is: nearly always this, and `fits` looks again.
     dtype = dtypes.pop() if dtypes else mx.bfloat16
     if dtypes or dtype not in DTYPES:
         return "scales and biases are not all bfloat16, float16 or float32"
@@ -139,7 +141,7 @@ def eligible(
     if text is None:
         return f"the activation {type(activation).__name__} is not known"
     biases = biased[firsts[0]], biased[last]
-    return Geometry(hidden, ffn, gated, text, up, down, *biases, dtype, str(mode))
+    return Geometry(hidden, ffn, gated, text, up, down, *biases, dtype, mode)
 
 
 def activation_text(activation: object, gated: bool) -> str | None:
@@ -274,7 +276,7 @@ class FusedExperts:
         self.compiled = compiled
         g = geometry
         ups = ("up_proj", "gate_proj") if g.gated else ("fc1",)
-        kinds = ("weight", *(("scales",) if g.mode == "mxfp4" else ("scales", "biases")))
+        kinds = ("weight", *(("scales", "biases") if g.mode == "affine" else ("scales",)))
         up, down = (kinds + ("bias",) * bias for bias in (g.up_bias, g.down_bias))
         self._up = [(name, kind) for name in ups for kind in up]
         self._down = [("down_proj" if g.gated else "fc2", kind) for kind in down]
@@ -417,7 +419,9 @@ class FusedExperts:
 
     def _constants(self, how: tuple[int, int], tiling: Tiling, inputs: int) -> dict[str, int]:
         bits, group = how
-        code = 2 if self.geometry.mode == "mxfp4" else int(tiling.add and 32 % bits == 0)
+        code = int(tiling.add and 32 % bits == 0)
+        if self.geometry.mode != "affine":
+            code = MODES[self.geometry.mode][1]
         return {
             "K": inputs, "BITS": bits, "GROUP": group, "HOW": code,
             "LANES": tiling.lanes, "ROWS": tiling.rows, "AHEAD": tiling.ahead,

@@ -59,14 +59,20 @@ def random_experts(geometry: Geometry, slots: int, seed: int = 0) -> Arrays:
         arrays[name, "weight"] = codes.view(mx.uint32)
         if bias:
             arrays[name, "bias"] = mx.random.normal((slots, rows), key=keys[3]).astype(g.dtype)
-        if g.mode == "mxfp4":  # e2m1 has a deviation of about 2.9
-            power = 127 + round(math.log2(inputs**-0.5 / 2.9))
-            exponents = mx.random.randint(-1, 2, (slots, rows, inputs // group), key=keys[1])
-            arrays[name, "scales"] = (power + exponents).astype(mx.uint8)
+        groups = (slots, rows, inputs // group)
+        if g.mode != "affine":  # e4m3 has a deviation of about 100, e2m1 of 2.9
+            unit = inputs**-0.5 / (100 if bits == 8 else 2.9)
+            exponents = round(math.log2(unit)) + mx.random.randint(-1, 2, groups, key=keys[1])
+            if g.mode == "nvfp4":
+                arrays[name, "scales"] = mx.to_fp8(2.0**exponents * 0.75)
+            else:
+                arrays[name, "scales"] = (127 + exponents).astype(mx.uint8)
+            if bits == 8:  # no NaN
+                codes = mx.where((codes & 127) == 127, mx.array(0, mx.uint8), codes)
+                arrays[name, "weight"] = codes.view(mx.uint32)
             continue
         # Codes spread evenly over 2^bits values have a deviation of 2^bits / sqrt(12).
         unit = (12 / inputs) ** 0.5 / (1 << bits)
-        groups = (slots, rows, inputs // group)
         scales = unit * mx.random.uniform(0.5, 1.5, groups, key=keys[1])
         middle = -((1 << bits) - 1) / 2 * scales
         offsets = middle + unit * mx.random.normal(groups, key=keys[2])
