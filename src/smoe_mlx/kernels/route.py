@@ -56,16 +56,14 @@ class FusedRouter:
 
     def fits(self, logits: mx.array) -> bool:
         """Whether this call can be computed here."""
-        # (Where others than softmax are not float32, mlx-lm rounds each step.)
-        narrow = (self.sigmoid or self.biased) and not self.wide
+        # (Else, where these are not float32, mlx-lm rounds each step.)
+        narrow = (self.sigmoid or self.biased or self.groups > 1) and not self.wide
         return (
             logits.shape[-1] == self.experts <= MAX_EXPERTS
             and 0 < self.top_k <= min(MAX_TOP_K, self.experts)
-            and 0 < self.kept <= self.groups <= min(MAX_GROUPS, self.experts)
-            and (
-                self.groups == 1
-                or self.experts % self.groups == 0 < self.experts // self.groups - 1
-            )
+            and 0 < self.kept <= self.groups <= MAX_GROUPS
+            and self.experts % self.groups == 0
+            and (self.groups == 1 or self.groups < self.experts)  # two in each
             and 0 < logits.size <= MAX_TOKENS * self.experts
             and logits.dtype in ((mx.float32,) if narrow else DTYPES)
             and backend() is not None

@@ -376,7 +376,8 @@ def router_fault(router: FusedRouter) -> str:
 def time_router(router: FusedRouter, rounds: int = 5) -> float:
     """How many times as fast as mlx-lm's operations it is, for one token."""
     shape = (CHAIN, 1, router.experts)
-    dtype = mx.bfloat16 if router.wide or not router.sigmoid else mx.float32
+    narrow = router.fits(mx.zeros((1, router.experts), mx.bfloat16))
+    dtype = mx.bfloat16 if narrow else mx.float32
     tokens = list(mx.random.normal(shape, key=mx.random.key(4)).astype(dtype))
     bias = [mx.zeros((router.experts,))] * router.biased
     mx.eval(tokens, bias)
