@@ -121,7 +121,16 @@ def test_hits_are_computed_while_misses_are_read(pair):
     assert seen == [4]
 
 
-def test_bets_are_placed_for_single_tokens_only_while_they_pay(pair):
+@pytest.mark.parametrize("count", [1, 3])
+def test_experts_are_started_before_the_host_goes_on(pair, monkeypatch, count):
+    switch = pair.streamed(6)[1]
+    started, start = [], mx.async_eval
+    monkeypatch.setattr(mx, "async_eval", lambda *a: (started.extend(a), start(*a))[1])
+    y = switch(*tokens(count))
+    assert started[-1] is y
+
+
+def test_bets_are_placed_for_single_tokens_only_while_they_pay(pair, monkeypatch):
     cache, switch = pair.streamed(6)
     asked = []
 
@@ -132,11 +141,13 @@ def test_bets_are_placed_for_single_tokens_only_while_they_pay(pair):
     switch.bet([(1, predict)], hits_first=True)
     x, ids = tokens(1)
     switch(x, ids)
-    switch(x, ids)
-    assert [k for _, k in asked] == [K]  # at the first call there was no memory yet
+    assert [k for _, k in asked] == [K]
     assert asked[0][0] is x
     assert sorted(e for i, e in cache._bank_of[1].bets if i == 1) == [4, 5]
     switch(*tokens(2))
+    assert len(asked) == 1
+    monkeypatch.setattr(SlowReader, "slow", False)
+    switch(x, ids)
     assert len(asked) == 1
 
 

@@ -273,6 +273,8 @@ class _StreamingSwitch(nn.Module):
                     y = self.in_one(cache.arrays(layer), x, rows, weights)
             finally:
                 cache.finish_few()
+            # The device starts while the host builds what leads to the next look at a routing.
+            mx.async_eval(y)  # type: ignore[no-untyped-call]
             cache.hold(y)
             return y
 
