@@ -32,6 +32,7 @@ ARGUMENTS = {
     "soak.py": "--rounds 1 --requests 4",
     "speculative.py": "--tokens 5 --turn 4 --rounds 1 --texts code --ways plain lookup",
     "sync.py": "--tokens 4 --rounds 1",
+    "turns.py": "--tokens 8 --warmup 4 --turn 4 --shares 1.0 0.5",
 }
 
 
