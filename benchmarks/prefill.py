@@ -12,6 +12,7 @@ in all. Ratios are medians over the rounds, of pairs within a round.
 `--cold` asks the system to forget the checkpoint's files before each timed prompt (Linux), and
 afterwards each arm measures the disk. The bound is what a prompt could take at best: the larger of
 the bytes that were read over that rate and of a prompt with everything in memory.
+`--disk` makes reads from the page cache as slow as those of a disk, shared by all threads.
 `--verbose` writes a line to stderr after every chunk of every layer: what is done, read and held by
 then. With `--limit` an arm that takes longer is given up, and the others go on; shortly before, it
 writes to stderr where each of its threads is.
@@ -24,9 +25,11 @@ import argparse
 import faulthandler
 import hashlib
 import json
+import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -45,6 +48,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128, help="tokens of a chunk")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cold", action="store_true", help="drop cached file pages first")
+    parser.add_argument("--disk", type=float, help="let no more GB/s be read than this")
     parser.add_argument("--io", default="pread", help="StreamingConfig.io")
     parser.add_argument("--reference", type=Path, help="for mlx-lm, if MODEL is a vault")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="those to run")
@@ -114,6 +118,8 @@ def run_arm(args: argparse.Namespace, arm: str, tokens: int) -> None:
         options = {"max_tokens": 1, "prefill_step_size": args.width}
         return next(iter(step(prompt, model, prompt_progress_callback=progress, **options)))[1]
 
+    if args.disk:
+        limit_reads(args.disk * 1e9)
     note("loaded, warming up")
     first_token(prompt[: args.width // 2])
     if args.cold:
@@ -141,6 +147,22 @@ def run_arm(args: argparse.Namespace, arm: str, tokens: int) -> None:
         "disk": disk_rate(model) if args.cold and arm != "mlx-lm" else 0.0,
     }
     print(json.dumps(result))
+
+
+def limit_reads(rate: float) -> None:
+    """Let all threads' reads together take as long as from a disk of `rate` bytes a second."""
+    real, lock, free = os.preadv, threading.Lock(), 0.0
+
+    def preadv(*args: object) -> int:
+        nonlocal free
+        n = real(*args)
+        with lock:
+            free = max(free, time.perf_counter()) + n / rate
+            wait = free - time.perf_counter()
+        time.sleep(max(0.0, wait))
+        return n
+
+    os.preadv = preadv
 
 
 def disk_rate(model: object) -> float:

@@ -648,7 +648,7 @@ def test_a_layer_whose_bets_are_wrong_stops_and_tries_again():
     judge = Judge()
 
     class Made:
-        judged = False
+        judged, counts = False, True
 
     for _ in range(100):
         bet = Made()

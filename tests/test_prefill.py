@@ -38,7 +38,7 @@ KINDS = ["qwen3_moe", "gpt_oss", "qwen3_next", "llama4", "longcat_flash_ngram", 
 
 
 def streamed(folder, slots=0.8, prefill_step=16, **options):
-    options |= {"prefill_step": prefill_step, "threads": 2, "debug": True}
+    options = {"prefill_step": prefill_step, "threads": 2, "debug": True} | options
     config = smoe_mlx.StreamingConfig(slots=slots, **options)
     return load_model(folder, config=config)[0]
 
@@ -176,14 +176,22 @@ def test_a_prompt_beyond_the_plan_goes_in_passes(tiny):
 # ---- what is read --------------------------------------------------------------------------------
 
 
+def with_layers(folder, layers):
+    """Layers of 16 experts and little attention, for long prompts."""
+    config = copy.deepcopy(CONFIGS["qwen3_moe"])
+    config |= {"num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": layers,
+               "num_experts": 16, "hidden_size": 64, "moe_intermediate_size": 32}  # fmt: skip
+    return save_checkpoint(folder / "model", random_model(config), config)
+
+
 @pytest.fixture(scope="module")
 def slim(tmp_path_factory):
-    """Three layers of 16 experts and little attention, for long prompts."""
-    config = copy.deepcopy(CONFIGS["qwen3_moe"])
-    config |= {"num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 3,
-               "num_experts": 16, "hidden_size": 64, "moe_intermediate_size": 32}  # fmt: skip
-    folder = tmp_path_factory.mktemp("slim") / "model"
-    return save_checkpoint(folder, random_model(config), config)
+    return with_layers(tmp_path_factory.mktemp("slim"), 3)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    return with_layers(tmp_path_factory.mktemp("deep"), 5)
 
 
 def routed(model, prompt, width, monkeypatch):
@@ -220,7 +228,7 @@ def test_no_more_bytes_than_those_of_the_distinct_experts(length, slots, slim, m
         experts = [16, 16, 2]
     size = model._streaming.cache.layouts[0].expert_nbytes
     assert got.bytes_read - before == sum(experts) * size
-    assert got.misses == sum(experts)
+    assert got.misses + got.bets.used == sum(experts)
     assert got.layers[2].misses == 2
     assert (got.waves > got.calls) == (slots < 16)
     assert got.prefill_passes == 1
@@ -283,23 +291,93 @@ def test_a_plain_call_reads_each_expert_once(slots, slim):
         assert got.bytes_read - before.bytes_read == (got.misses - before.misses) * size
 
 
-@pytest.mark.parametrize("slots", [20, 40])
-def test_the_next_layer_is_read_while_one_computes(slots, slim, slow_disk, monkeypatch):
-    """Where two layers fit: and still each expert is read once, and the bits are the same."""
-    prompt, width = random_tokens(600), 128
-    model = streamed(slim, slots, context=1000, prefill_step=width)
-    cache = make_prompt_cache(model)
-    logits = layer_major(model, prompt, cache, width)
-    mx.eval(logits)
-    reference = resident(slim)
-    expected = by_mlx_lm(reference, prompt, make_prompt_cache(reference), width)
-    assert same_bits(logits, expected)
+@pytest.mark.parametrize("slots", [18, 28, 60])
+@pytest.mark.parametrize("length", [16, 64, 600, 4096])
+def test_the_next_layer_is_read_while_one_computes(length, slots, deep, slow_disk, monkeypatch):
+    """As much as there is room for: still each expert is read once, and the bits are the same."""
+    prompt, width = random_tokens(length), 512
+    model, reference = streamed(deep, slots, context=5000, prefill_step=width), resident(deep)
+    logits = layer_major(model, prompt, make_prompt_cache(model, max_kv_size=64), width)
+    cache = make_prompt_cache(reference, max_kv_size=64)
+    assert same_bits(logits, by_mlx_lm(reference, prompt, cache, width))
+    used = [np.count_nonzero(x) for x in routed(reference, prompt, width, monkeypatch)]
     got = smoe_mlx.stats(model)
-    assert got.bets.issued == (16 if slots == 40 else 0)
+    assert model._streaming.cache.reader.stats.requests == 3 * sum(used)  # tensors
+    assert got.misses + got.bets.used == sum(used)
     assert got.bets.used + got.bets.late == got.bets.issued
-    counts = routed(resident(slim), prompt, width, monkeypatch)
-    size = model._streaming.cache.layouts[0].expert_nbytes
-    assert got.bytes_read == sum(np.count_nonzero(x) for x in counts) * size
+    if length >= 600:
+        room = [slots - {18: 0, 28: 5, 60: 25}[slots] - n for n in used[:3]]  # less what is kept
+        assert got.bets.issued == sum(room) if slots < 60 else got.bets.issued > 40
+    assert got.bets.issued > 0 or length == 16
+
+
+def test_reads_of_the_next_layer_begin_before_this_one_is_computed(deep, slow_disk):
+    model = streamed(deep, 28, context=1000, prefill_step=100)
+    cache, chunks, steps = model._streaming.cache, 4, itertools.count(1)
+    begun = [threading.Event() for _ in cache.layouts]
+    real, place = cache.reader._read_one, {}
+    for i, layout in enumerate(cache.layouts):
+        for e in range(16):
+            for file, offset in zip(layout.file_ids, layout.offsets, strict=True):
+                place[file[e], offset[e]] = i
+
+    def read_one(read):
+        begun[place[read.file, read.offset]].set()
+        real(read)
+
+    cache.reader._read_one = cache.reader._streamer.read_one = read_one
+    waited = []
+
+    def progress(done, total):
+        stop, chunk = divmod(next(steps) - 1, chunks)
+        if 1 <= stop <= 3 and chunk == 0:  # the other chunks have still to pass layer stop - 1
+            waited.append(begun[stop].wait(10))
+            assert not begun[stop + 1].is_set()
+
+    layer_major(model, random_tokens(300), make_prompt_cache(model), 100, progress)
+    assert waited == [True] * 3
+
+
+def test_no_expert_of_the_next_layer_goes_for_another_of_it(deep, slow_disk, monkeypatch):
+    model, prompt = streamed(deep, 28, context=1000, prefill_step=256), random_tokens(600)
+    cache = model._streaming.cache
+    with cache.lock:
+        cache.claim(1, range(12))  # the only ones that could make room
+    layer_major(model, prompt, make_prompt_cache(model, max_kv_size=64), 256)
+    counts = routed(resident(deep), prompt, 256, monkeypatch)
+    used = sum(np.count_nonzero(x) for x in counts)
+    assert cache.reader.stats.requests == 3 * (used + np.count_nonzero(counts[1][:12] == 0))
+
+
+def test_what_is_read_ahead_is_not_judged_as_bets_on_tokens_are(deep, slow_disk):
+    model, prompt = streamed(deep, 28, context=1000, prefill_step=128), random_tokens(300)
+    judges = model._streaming.cache._judges
+    for score in (0.0, 0.9):  # not asked, and told nothing
+        for judge in judges:
+            judge.score = score
+        before = smoe_mlx.stats(model).bets.issued
+        layer_major(model, prompt, make_prompt_cache(model), 128)
+        assert smoe_mlx.stats(model).bets.issued > before
+        assert [(judge.score, judge._calls) for judge in judges] == [(score, 0)] * 5
+
+
+@pytest.mark.parametrize("ranked", [True, False])
+def test_a_gate_that_guesses_wrong_is_not_believed_again(ranked, deep, slow_disk, monkeypatch):
+    prompt = [7] * 30
+    counts = routed(resident(deep), prompt, 16, monkeypatch)
+    model = streamed(deep, 28, context=1000, prefill_step=16)
+    for layer in range(4):
+        wrong = int(np.argmin(counts[layer + 1]))
+        assert counts[layer + 1][wrong] == 0
+
+        def predict(x, k, wrong=wrong):
+            return mx.full((*x.shape[:-1], k if ranked else 2), wrong)
+
+        model.layers[layer].mlp.switch_mlp.bet([(layer + 1, predict)], hits_first=True)
+    logits = layer_major(model, prompt, make_prompt_cache(model), 16)
+    reference = resident(deep)
+    assert same_bits(logits, by_mlx_lm(reference, prompt, make_prompt_cache(reference), 16))
+    assert smoe_mlx.stats(model).bets.issued == 1
 
 
 def test_chunks_leave_nothing_behind(tiny):
@@ -329,14 +407,30 @@ def test_slots_that_are_given_up_meanwhile_are_noticed(tiny):
     assert same_bits(expected, layer_major(model, prompt, cache, 16))
 
 
-def test_the_most_used_experts_stay(slim, monkeypatch):
-    model, prompt = streamed(slim, 28), random_tokens(300)
+@pytest.mark.parametrize(("threads", "kept"), [(0, 2), (2, 1)])
+def test_the_most_used_experts_stay(threads, kept, deep, monkeypatch):
+    """(28 - 16) // 5 of each layer; where experts are read ahead, half of that."""
+    model, prompt = streamed(deep, 28, threads=threads), random_tokens(300)
     cache = make_prompt_cache(model, max_kv_size=64)
     mx.eval(layer_major(model, prompt, cache, 64))
-    counts = routed(resident(slim), prompt, 64, monkeypatch)
-    for layer in (0, 1):  # (28 - 16) // 3 of each layer
-        most = np.argsort(-counts[layer], kind="stable")[:4]
+    counts = routed(resident(deep), prompt, 64, monkeypatch)
+    for layer in range(4):
+        most = np.argsort(-counts[layer], kind="stable")[:kept]
         assert (model._streaming.cache.table(layer)[most] >= 0).all(), layer
+
+
+@pytest.mark.parametrize("slots", [28, 40, 60])
+def test_no_expert_that_was_kept_goes_for_one_that_is_read_ahead(
+    slots, deep, slow_disk, monkeypatch
+):
+    model, prompt = streamed(deep, slots, context=1000), random_tokens(300)
+    cache = make_prompt_cache(model, max_kv_size=64)
+    mx.eval(layer_major(model, prompt, cache, 64))
+    counts = routed(resident(deep), prompt, 64, monkeypatch)
+    for layer in range(4):
+        most = np.argsort(-counts[layer], kind="stable")[: {28: 1, 40: 1, 60: 5}[slots]]
+        assert (model._streaming.cache.table(layer)[most] >= 0).all(), layer
+    assert smoe_mlx.stats(model).bets.issued > 16
 
 
 # ---- faults --------------------------------------------------------------------------------------
@@ -394,9 +488,7 @@ def attempt_again_and_again(folder, slots, arm, length=40):
     return at - 1
 
 
-@pytest.mark.parametrize("slots", [0.5, 2])
-@pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss", "qwen3_next", "deepseek_v32", "llama4"])
-def test_a_failed_read_leaves_the_cache_as_it_was(arch, slots, tiny, monkeypatch):
+def failing_reads(monkeypatch, every):
     real, calls = os.preadv, [0, 0]
 
     def preadv(fd, buffers, offset, *flags):
@@ -406,27 +498,42 @@ def test_a_failed_read_leaves_the_cache_as_it_was(arch, slots, tiny, monkeypatch
         return real(fd, buffers, offset, *flags)
 
     def arm(at):
-        calls[:] = 0, 7 * at - 6  # not every read: there are hundreds
+        calls[:] = 0, every * (at - 1) + 1  # not every read: there are hundreds
         return lambda done, total: None
 
     monkeypatch.setattr(os, "preadv", preadv)
+    return arm
+
+
+def cancelling(at):
+    calls = itertools.count(1)
+
+    def progress(done, total):
+        if next(calls) == 3 * at - 2:
+            raise Cut
+
+    return progress
+
+
+@pytest.mark.parametrize("slots", [0.5, 2])
+@pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss", "qwen3_next", "deepseek_v32", "llama4"])
+def test_a_failed_read_leaves_the_cache_as_it_was(arch, slots, tiny, monkeypatch):
+    arm = failing_reads(monkeypatch, every=7)
     assert attempt_again_and_again(tiny(arch, "affine"), slots, arm) >= 1
 
 
 @pytest.mark.parametrize("slots", [0.5, 2])
 @pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss", "qwen3_next", "deepseek_v32", "llama4"])
 def test_a_cancelled_prompt_leaves_the_cache_as_it_was(arch, slots, tiny):
-    def arm(at):
-        calls = itertools.count(1)
+    assert attempt_again_and_again(tiny(arch, "affine"), slots, cancelling) >= 3
+    # in place
+    assert attempt_again_and_again(tiny(arch, "affine"), slots, cancelling, length=1) >= 1
 
-        def progress(done, total):
-            if next(calls) == 3 * at - 2:
-                raise Cut
 
-        return progress
-
-    assert attempt_again_and_again(tiny(arch, "affine"), slots, arm) >= 3
-    assert attempt_again_and_again(tiny(arch, "affine"), slots, arm, length=1) >= 1  # in place
+@pytest.mark.parametrize("slots", [20, 40])
+def test_failures_while_the_next_layer_is_read(slots, deep, slow_disk, monkeypatch):
+    assert attempt_again_and_again(deep, slots, cancelling, length=70) >= 3
+    assert attempt_again_and_again(deep, slots, failing_reads(monkeypatch, every=9), 70) >= 3
 
 
 def test_passes_that_were_completed_stay(tiny):

@@ -23,10 +23,14 @@ class BetStats:
 
 @dataclass
 class Bet:
-    """One expert that is being read, or was, without having been asked for."""
+    """One expert that is being read, or was, without having been asked for.
+
+    `counts`: a `Judge` takes it into account.
+    """
 
     slot: int
     reading: Reading
+    counts: bool = True
     judged: bool = False
     given_up: bool = False
 
@@ -46,4 +50,5 @@ class Judge:
         """The layer of a bet came, and needed it or not."""
         if not bet.judged:
             bet.judged = True
-            self.score += WEIGHT * (needed - self.score)
+            if bet.counts:
+                self.score += WEIGHT * (needed - self.score)

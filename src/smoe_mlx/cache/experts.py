@@ -138,20 +138,26 @@ class SharedExpertCache(SlotCache):
     # ---- bets --------------------------------------------------------------------------------
 
     def may_bet(self, layer: int) -> bool:
-        """Whether `prefetch` for this layer is worth a prediction now."""
+        """Whether `prefetch` for this layer is worth a prediction now, going by earlier ones."""
+        return self.may_prefetch(layer) and self._judges[layer].allows()
+
+    def may_prefetch(self, layer: int) -> bool:
+        """Whether `prefetch` for this layer can read anything while something else is done."""
         bank = self._bank_of[layer]
         return (
             not bank.holds_all
             and self.reader.slow
             and all(bet.reading.done for bet in list(bank.bets.values()))  # else the disk is busy
-            and self._judges[layer].allows()
         )
 
-    def prefetch(self, layer: int, experts: Sequence[int]) -> None:
+    def prefetch(self, layer: int, experts: Sequence[int], judged: bool = True) -> None:
         """Start to read those of these experts of a coming layer that are not in memory.
 
         They take free slots and those of the least recently used experts, but none of the last
         claim; no other read waits for them. Call it between `claim_few` and `hold`.
+
+        Args:
+            judged: whether `may_bet` learns from how it went.
         """
         bank = self._bank_of[layer]
         if bank.holds_all:  # since `may_bet` was asked
@@ -168,7 +174,7 @@ class SharedExpertCache(SlotCache):
             for e in missing:
                 slot = self._take_slot(bank, keep, demand=False)
                 reading = self.reader.reading(self._requests(bank, layer, {e: slot}), bet=True)
-                bank.bets[layer, e] = Bet(slot, reading)
+                bank.bets[layer, e] = Bet(slot, reading, counts=judged)
                 self.reader.start(reading)
                 self.stats.bets.issued += 1
         except LookupError:  # too few slots for bets
@@ -223,31 +229,38 @@ class SharedExpertCache(SlotCache):
 
     # ---- whole layers, one after the other ---------------------------------------------------
 
-    def fits(self, layer: int, beside: int = 0) -> bool:
-        """Whether all experts of `layer` can be in memory at once, whatever else is pinned.
-
-        Args:
-            beside: others that are in the same bank at the same time.
-        """
+    def fits(self, layer: int) -> bool:
+        """Whether all experts of `layer` can be in memory at once, whatever else is pinned."""
         bank = self._bank_of[layer]
-        return self.layouts[layer].num_experts + beside + len(bank.pinned) <= bank.slots
+        return self.layouts[layer].num_experts + len(bank.pinned) <= bank.slots
 
     def keep_most_used(self, layer: int, ids: np.ndarray) -> None:
         """Let all but the experts most frequent in `ids` go first when others need their slots.
 
-        As many are kept as every layer can while all experts of another one pass through.
+        As many are kept as every layer can while the others pass through.
         """
         bank = self._bank_of[layer]
-        largest = max(x.num_experts for x in bank.layouts.values())
-        room = bank.slots - len(bank.pinned)
-        # Two pass through at a time where the next one may be read ahead.
-        passing = 2 * largest if self.reader.threads and room >= 2 * largest else largest
-        keep = (room - passing) // len(bank.layouts)
+        keep = self._kept(bank)
         if keep > 0:
             counts = np.bincount(ids, minlength=self.layouts[layer].num_experts)
             for e in np.argsort(-counts, kind="stable")[keep:].tolist():
                 if (layer, e) in bank.policy:
                     bank.policy.demote((layer, e))
+
+    def room_ahead(self, layer: int, beside: int) -> int:
+        """How many experts of a coming layer can be in memory while one with `beside` experts
+        computes, and nothing has to go that `keep_most_used` kept."""
+        bank = self._bank_of[layer]
+        kept = self._kept(bank) * len(bank.layouts)
+        return max(0, bank.slots - len(bank.pinned) - beside - kept)
+
+    def _kept(self, bank: Bank) -> int:
+        """How many experts of each layer `keep_most_used` keeps."""
+        largest = max(x.num_experts for x in bank.layouts.values())
+        beyond = bank.slots - len(bank.pinned) - largest  # what one layer does not need
+        if self.reader.threads:  # the next one is read ahead: all of it, or into half of the rest
+            beyond -= largest if beyond >= largest else beyond // 2
+        return max(0, beyond // len(bank.layouts))
 
     # ---- pins --------------------------------------------------------------------------------
 
