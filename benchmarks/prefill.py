@@ -12,7 +12,7 @@ in all. Ratios are medians over the rounds, of pairs within a round.
 `--cold` asks the system to forget the checkpoint's files before each timed prompt (Linux), and
 afterwards each arm measures the disk. The bound is what a prompt could take at best: the larger of
 the bytes that were read over that rate and of a prompt with everything in memory.
-`--disk` makes reads from the page cache as slow as those of a disk, shared by all threads.
+`--disk` makes reads as slow as those of such a disk, shared by all threads (not with `--io mmap`).
 `--verbose` writes a line to stderr after every chunk of every layer: what is done, read and held by
 then. With `--limit` an arm that takes longer is given up, and the others go on; shortly before, it
 writes to stderr where each of its threads is.

@@ -23,7 +23,7 @@ ARGUMENTS = {
     "load.py": "{demo} --rounds 1",
     "long_run.py": "--tokens 4",
     "make_checkpoint.py": "--preset tiny --out {new}",
-    "prefill.py": "--tokens 70 --rounds 1",
+    "prefill.py": "--tokens 70 --rounds 1 --disk 1",
     "projection.py": "",
     "quality.py": "{raw} --tokens 64 --window 32 --bits 4 --text {text}",
     "read.py": "{demo} {vault} --rounds 1 --seconds 0.02",
