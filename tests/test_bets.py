@@ -502,6 +502,18 @@ def test_a_failed_bet_costs_nothing_until_it_is_needed(model):
     bytes_are_right(model, cache, 1, [1], slots)
 
 
+def test_what_a_failed_bet_was_for_is_read_when_it_is_needed(model):
+    cache = make(model, slots_a=6)
+    decode(cache, 0, [0])
+    model.reader.fail = ExpertReadError(errno.EAGAIN, "injected")
+    decode(cache, 0, [0], bets=[(1, [1])])
+    land(cache)
+    model.reader.fail = None
+    slots, _ = decode(cache, 1, [1])
+    bytes_are_right(model, cache, 1, [1], slots)
+    assert cache.stats.bets.wasted == 1
+
+
 def test_an_interrupt_at_any_line_while_betting_loses_no_slot(model):
     for n in range(1, 1000):
         cache = make(model, slots_a=4)

@@ -275,7 +275,8 @@ class SlotCache:
         self._loading = loading = Loading(bank, layer)
         for e in experts:
             bet = bank.bets.get((layer, e))
-            if bet is not None and bet.given_up:  # and then an interrupt came
+            # Given up, and then an interrupt came; or it failed, which says nothing of a next time.
+            if bet is not None and (bet.given_up or bet.reading.error is not None):
                 self._drop(bank, (layer, e))
             elif bet is not None:
                 loading.slots[e] = bet.slot
