@@ -41,7 +41,7 @@ PACKAGES = [f"src/smoe_mlx/{name}" for name in NAMES]
 TESTS = [  # of small parts first
     "policy", "cuda", "probe", "files", "lookahead", "cache", "switch", "slots", "bets", "hot",
     "resize", "reader", "safetensors", "vault", "hostile", "mixed", "quantisation", "load",
-    "prefill", "optimistic", "kernels", "doctor", "exact", "faults",
+    "open_experts", "blocks", "prefill", "optimistic", "kernels", "doctor", "exact", "faults",
 ]  # fmt: skip
 SEED, SAMPLE, CONTROLS = 9, 320, 1
 
