@@ -1,14 +1,18 @@
 """Eviction policies against models that are too plain to be wrong."""
 
+import itertools
 import math
+import sys
 
 import pytest
+from conftest import interrupt_at_line
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from smoe_mlx.cache.policy import LFU, LRU, POLICIES
 from smoe_mlx.config import StreamingConfig
 
+SOURCE = sys.modules[LFU.__module__].__file__
 every_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
 keys = st.tuples(st.integers(0, 2), st.integers(0, 4))
 operations = st.lists(
@@ -230,3 +234,33 @@ def test_the_option():
     assert StreamingConfig(policy="lfu").policy == "lfu"
     with pytest.raises(ValueError, match=r"policy='fifo': one of lru, lfu"):
         StreamingConfig(policy="fifo")
+
+
+@every_policy
+def test_an_interrupt_at_any_line_leaves_no_key_that_cannot_go(make):
+    keep = {(0, 1), (1, 0)}
+    for n in itertools.count(1):
+        policy = make()
+        for key in itertools.product(range(3), range(3)):
+            policy.touch(key)
+
+        def use(policy=policy):
+            policy.victim(keep)
+            policy.touch((1, 4))
+            policy.touch((0, 1))
+            policy.demote((2, 2))
+            policy.victim(keep)
+            policy.discard((2, 1))
+            policy.victim(keep)
+
+        where = interrupt_at_line(n, use, SOURCE)
+        there = {key for key in itertools.product(range(3), range(5)) if key in policy}
+        while there:
+            gone = policy.victim({(9, 9)})
+            assert gone in there, (n, where)
+            policy.discard(gone)
+            there.remove(gone)
+        with pytest.raises(LookupError):
+            policy.victim(set())
+        if where is None:
+            break

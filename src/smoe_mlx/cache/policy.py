@@ -123,14 +123,33 @@ class LFU:
 
     def demote(self, key: Key) -> None:
         self._weights[key] = 0.0  # less than its heap entry: it needs another
-        heapq.heappush(self._heaps[key[0]], (0.0, key))
+        heapq.heappush(self._heaps.setdefault(key[0], []), (0.0, key))
         self._stale.add(key[0])
 
     def discard(self, key: Key) -> None:
+        self._stale.add(key[0])  # first: an interrupt may come in between
         self._candidates.discard(key)
-        self._stale.add(key[0])
 
     def victim(self, keep: Collection[Key]) -> Key:
+        found = self._search(keep)
+        if found not in self._candidates:  # none, or an interrupt left a candidate in no heap
+            self._rebuild()
+            found = self._search(keep)
+        if found is NONE:
+            raise LookupError("every key is to be kept")
+        return found
+
+    def _rebuild(self) -> None:
+        """The heaps anew, from candidates and weights."""
+        heaps: dict[int, list[Entry]] = {}
+        for key in self._candidates:
+            heaps.setdefault(key[0], []).append((self._weights.setdefault(key, 0.0), key))
+        for heap in heaps.values():
+            heapq.heapify(heap)
+        self._heaps, self._queued = heaps, set(self._candidates)
+        self._least, self._stale = {}, set(heaps)
+
+    def _search(self, keep: Collection[Key]) -> Key:
         kept = {key[0] for key in keep}
         for layer in self._stale | kept:
             self._least[layer] = self._first(layer, keep)
@@ -145,8 +164,6 @@ class LFU:
             # Of equals, the one whose next chance is furthest away.
             if weight < least or (weight == least and ahead > distance):
                 least, distance, found = weight, ahead, key
-        if found is NONE:
-            raise LookupError("every key is to be kept")
         return found
 
     def _first(self, layer: int, keep: Collection[Key]) -> Entry:
