@@ -502,6 +502,18 @@ def test_a_failed_bet_costs_nothing_until_it_is_needed(model):
     bytes_are_right(model, cache, 1, [1], slots)
 
 
+def test_pins_survive_new_memory_after_an_interrupted_claim(model):
+    cache = make(model, slots_a=6)
+    cache.pin(0, [1])
+    bank = cache._bank_of[0]
+    with cache.lock:
+        cache._start(bank, 1, [0])  # and an interrupt came, before `_finish`
+        cache._abandon([bank])
+    cache.check()
+    assert bank.pinned == {(0, 1)}
+    model.assert_in_slots(cache, 0, [1])
+
+
 def test_what_a_failed_bet_was_for_is_read_when_it_is_needed(model):
     cache = make(model, slots_a=6)
     decode(cache, 0, [0])

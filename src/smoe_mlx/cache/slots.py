@@ -461,6 +461,8 @@ class SlotCache:
         interrupt = None
         while True:
             try:
+                if self._loading is not None:  # an interrupt left it: its slots are of this memory
+                    self._recover()
                 for bank in banks:
                     for key in list(bank.bets):
                         self._drop(bank, key)
