@@ -269,8 +269,8 @@ def test_positions_that_emit_nothing_take_no_head_no_sampler_and_no_last_experts
     assert head.rows() == [1]
     assert samples == [(1, 512)]
     got = smoe_mlx.stats(model)
-    assert got.layers[0].misses == 16
-    assert got.layers[2].misses == 2  # one token's
+    assert got.layers[0].hits + got.layers[0].misses == 16  # hits: read ahead
+    assert got.layers[2].hits + got.layers[2].misses == 2  # one token's
     reference, head = resident(slim), WatchedHead(None)  # the negative control
     head.head, reference.lm_head = reference.lm_head, head
     mx.eval(reference(prompt[None]))
@@ -307,7 +307,8 @@ def test_the_next_layer_is_read_while_one_computes(length, slots, deep, slow_dis
     assert got.bets.used + got.bets.late == got.bets.issued
     if length >= 600:
         room = [slots - {18: 0, 28: 5, 60: 25}[slots] - n for n in used[:3]]  # less what is kept
-        assert got.bets.issued == sum(room) if slots < 60 else got.bets.issued > 40
+        ahead = used[0] + sum(room)  # all of the first layer: nothing computes beside it
+        assert got.bets.issued == ahead if slots < 60 else got.bets.issued > 40
     assert got.bets.issued > 0 or length == 16
 
 
@@ -338,6 +339,29 @@ def test_reads_of_the_next_layer_begin_before_this_one_is_computed(deep, slow_di
     assert waited == [True] * 3
 
 
+def test_what_a_chunk_needs_is_read_while_the_next_one_comes_up(deep, slow_disk, monkeypatch):
+    """No gate is asked: reads begin when the first chunk's routing is known, and are all needed."""
+    model, prompt = streamed(deep, 28, context=1000, prefill_step=100), random_tokens(300)
+    for layer in model.layers:
+        layer.mlp.switch_mlp.bet((), hits_first=True)
+    cache, chunks, steps, early = model._streaming.cache, 4, itertools.count(1), []
+
+    def progress(done, total):
+        stop, chunk = divmod(next(steps) - 1, chunks)
+        if stop < 5 and chunk == 2:  # the last token has still to come up to this layer
+            early.append(len([key for key in cache._bank_of[stop].bets if key[0] == stop]))
+
+    logits = layer_major(model, prompt, make_prompt_cache(model, max_kv_size=64), 100, progress)
+    reference = resident(deep)
+    expected = by_mlx_lm(reference, prompt, make_prompt_cache(reference, max_kv_size=64), 100)
+    assert same_bits(logits, expected)
+    used = [np.count_nonzero(x) for x in routed(reference, prompt, 100, monkeypatch)]
+    assert early[0] == used[0]  # no layer computes beside it
+    assert [0 < n <= 28 - u for n, u in zip(early[1:4], used[:3], strict=True)] == [True] * 3
+    assert cache.reader.stats.requests == 3 * sum(used)  # tensors
+    assert smoe_mlx.stats(model).bets.wasted == 0
+
+
 def test_no_expert_of_the_next_layer_goes_for_another_of_it(deep, slow_disk, monkeypatch):
     model, prompt = streamed(deep, 28, context=1000, prefill_step=256), random_tokens(600)
     cache = model._streaming.cache
@@ -362,7 +386,7 @@ def test_what_is_read_ahead_is_not_judged_as_bets_on_tokens_are(deep, slow_disk)
 
 
 @pytest.mark.parametrize("ranked", [True, False])
-def test_a_gate_that_guesses_wrong_is_not_believed_again(ranked, deep, slow_disk, monkeypatch):
+def test_a_gate_that_guesses_wrong_is_not_believed_for_long(ranked, deep, slow_disk, monkeypatch):
     prompt = [7] * 30
     counts = routed(resident(deep), prompt, 16, monkeypatch)
     model = streamed(deep, 28, context=1000, prefill_step=16)
@@ -377,7 +401,8 @@ def test_a_gate_that_guesses_wrong_is_not_believed_again(ranked, deep, slow_disk
     logits = layer_major(model, prompt, make_prompt_cache(model), 16)
     reference = resident(deep)
     assert same_bits(logits, by_mlx_lm(reference, prompt, make_prompt_cache(reference), 16))
-    assert smoe_mlx.stats(model).bets.issued == 1
+    bets = smoe_mlx.stats(model).bets
+    assert bets.issued - bets.used == 3
 
 
 def test_chunks_leave_nothing_behind(tiny):

@@ -150,7 +150,13 @@ class SharedExpertCache(SlotCache):
             and all(bet.reading.done for bet in list(bank.bets.values()))  # else the disk is busy
         )
 
-    def prefetch(self, layer: int, experts: Sequence[int], judged: bool = True) -> None:
+    def bet_on(self, layer: int) -> set[int]:
+        """The experts of `layer` that are being read, or were, and no claim has asked for yet."""
+        return {e for i, e in list(self._bank_of[layer].bets) if i == layer}
+
+    def prefetch(
+        self, layer: int, experts: Sequence[int], judged: bool = True, settle: bool = True
+    ) -> None:
         """Start to read those of these experts of a coming layer that are not in memory.
 
         They take free slots and those of the least recently used experts, but none of the last
@@ -158,6 +164,8 @@ class SharedExpertCache(SlotCache):
 
         Args:
             judged: whether `may_bet` learns from how it went.
+            settle: False if all that was built, and is not evaluated yet, reads slots of the last
+                claim alone.
         """
         bank = self._bank_of[layer]
         if bank.holds_all:  # since `may_bet` was asked
@@ -167,7 +175,8 @@ class SharedExpertCache(SlotCache):
         missing = [e for e in dict.fromkeys(experts) if table[e] < 0 and (layer, e) not in busy]
         if not missing:
             return
-        if not self._evaluate():  # not for a bet to decide what becomes of it: see _settle
+        # If that cannot be done, it is not for a bet to decide what becomes of it: see _settle.
+        if settle and not self._evaluate():
             return
         keep = self._claimed | {(layer, e) for e in experts}
         try:

@@ -40,7 +40,8 @@ Switch = StreamingSwitchGLU | StreamingSwitchMLP
 # choices for so many tokens, or among them all if it does not rank them. (Of those, the demo model
 # does not need 1 in 3,600, with prompts of 8 to 900 tokens.)
 OFTEN, OFTEN_UNRANKED = 4, 16
-MOST_WRONG = 0.02  # of what a pass was told by gates: with more, it believes none
+# Of what a pass was told by gates. With more, and more than a few, it believes none.
+MOST_WRONG, FEW_WRONG = 0.02, 2
 
 
 def prefill(
@@ -191,6 +192,7 @@ class _Pass:
         self.tokens = 0
         self.expected = set[int]()  # experts that the next layer is predicted to need
         self.right = self.wrong = 0  # predictions of this pass
+        self.room = 0  # experts of the next layer that can be in memory beside this one's
 
     def run(self, model: nn.Module, chunks: Sequence[mx.array], emits: bool) -> mx.array | None:
         """The logits after the last chunk, if it is to emit a token."""
@@ -268,6 +270,8 @@ class _Pass:
 
     def evaluate(self, logits: mx.array | None) -> None:
         stops = len(self.rows[0])
+        if self.rows[0][0].switch is not None:
+            self.room = self.experts.room_ahead(self.rows[0][0].layer, 0)
         # What comes after a chunk's last cache update is for its logits only. Where nobody asks for
         # them, let go of it: it would keep the cache as it was at that chunk.
         ends = []
@@ -304,6 +308,8 @@ class _Pass:
                     before.check()
                     row[s - 1] = _Stop()  # frees what it held
                 self.report((s + (j + 1) / len(self.rows)) / stops)
+                if waiting and row is not self.rows[-1]:
+                    self.read_known(waiting)
             self.experts.settle()
             self.release(s)
             mx.clear_cache()
@@ -334,6 +340,7 @@ class _Pass:
             if len(waves) > 1 or any(s.arrays is not experts.arrays(layer) for s in stops):
                 raise RuntimeError("expert slots were taken away while a prompt was using them")
             table = experts.table(layer).astype(np.uint32)
+            self.room = 0 if coming is None else experts.room_ahead(coming, len(waves[0]))
             if coming is not None and experts.may_prefetch(coming):
                 self.read_ahead(coming, stops, len(waves[0]))
             for stop, i in zip(stops, ids, strict=True):
@@ -359,10 +366,10 @@ class _Pass:
         Those that it is predicted to choose often, as many as there is room for. Where nothing
         predicts them: all, if this layer needed all of its own and there is room for all.
         """
-        experts, layer = self.experts, stops[0].layer
-        count, room = experts.layouts[coming].num_experts, experts.room_ahead(coming, used)
+        experts, layer, room = self.experts, stops[0].layer, self.room
+        count = experts.layouts[coming].num_experts
         guesses = [s.guess for s in stops if s.guess is not None]
-        if guesses and self.wrong <= MOST_WRONG * (self.right + self.wrong):
+        if guesses and self.wrong <= FEW_WRONG + MOST_WRONG * (self.right + self.wrong):
             often = OFTEN if guesses[0].shape[-1] < stops[0].ids.shape[-1] else OFTEN_UNRANKED
             flat = np.concatenate([np.array(g).ravel() for g in guesses])
             times = np.bincount(flat, minlength=count)
@@ -377,6 +384,24 @@ class _Pass:
         else:
             return
         experts.prefetch(coming, wanted, judged=False)
+
+    def read_known(self, stops: list[_Stop]) -> None:
+        """Let experts be read that the chunks so far need of a layer, while others come up to it.
+
+        The layer before is still in use, by those others: there is only the room beside it.
+        """
+        experts, layer = self.experts, stops[0].layer
+        if not (stops[0].fits and experts.may_prefetch(layer)):
+            return
+        there = experts.table(layer) >= 0
+        flat = np.concatenate([np.array(s.ids).ravel() for s in stops])
+        times = np.bincount(flat, minlength=len(there))[: len(there)]
+        for e in experts.bet_on(layer):
+            there[e], times[e] = True, max(1, times[e])
+        order = np.lexsort((-times, ~there))  # as in read_ahead
+        wanted = order[times[order] > 0][: self.room].tolist()
+        # What is still to be evaluated reads slots of the claim alone, which no bet takes.
+        experts.prefetch(layer, wanted, judged=False, settle=False)
 
     # ---- undo --------------------------------------------------------------------------------
 
