@@ -111,6 +111,7 @@ def run_arm(args: argparse.Namespace, arm: str, tokens: int) -> None:
             held, spare = mx.get_active_memory() / 1e6, mx.get_cache_memory() / 1e6
             note(
                 f"{done:,} of {total:,} tokens; {now['bytes'] / 1e6:,.0f} MB read, "
+                f"{now['ahead']:,} experts ahead, "
                 f"{now['wait']:.3f} s waited for; MLX holds {held:,.0f} MB, {spare:,.0f} MB spare"
             )
 
@@ -140,6 +141,7 @@ def run_arm(args: argparse.Namespace, arm: str, tokens: int) -> None:
         "bytes": used["bytes"],
         "wait": used["wait"],
         "passes": used["passes"],
+        "ahead": used["ahead"],
         "experts_nbytes": None if arm == "mlx-lm" else smoe_mlx.stats(model).plan.experts_nbytes,
         "physical_bytes": None if io is None else physical_nbytes() - io,
         "peak_memory": mx.get_peak_memory(),
@@ -179,9 +181,11 @@ def counters(model: object) -> dict[str, float]:
     import smoe_mlx
 
     if not hasattr(model, "_streaming"):
-        return dict.fromkeys(("bytes", "wait", "passes"), 0)
+        return dict.fromkeys(("bytes", "wait", "passes", "ahead"), 0)
     s = smoe_mlx.stats(model)
-    return {"bytes": s.bytes_read, "wait": s.wait_seconds, "passes": s.prefill_passes}
+    ahead = s.bets.used + s.bets.late  # experts, begun before their layer's turn
+    passes = s.prefill_passes
+    return {"bytes": s.bytes_read, "wait": s.wait_seconds, "passes": passes, "ahead": ahead}
 
 
 # ---- all arms ------------------------------------------------------------------------------------
