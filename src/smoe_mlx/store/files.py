@@ -70,7 +70,8 @@ class OpenFile:
             raise CheckpointChangedError(
                 f"{self.path} was removed or replaced after it was loaded. Load the model again."
             )
-        if Fingerprint.of(now) != self.fingerprint:
+        then = self.fingerprint
+        if now.st_size != then.size or now.st_mtime_ns != then.mtime_ns:
             raise CheckpointChangedError(
                 f"{self.path} was changed after it was loaded. Load the model again."
             )
