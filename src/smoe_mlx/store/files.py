@@ -64,8 +64,11 @@ class OpenFile:
         """
         if self._fd < 0:
             raise CheckpointChangedError(f"{self.path} was closed. Load the model again.")
-        with naming(self.path):
+        try:
             now = os.fstat(self._fd)
+        except OSError:
+            with naming(self.path):
+                raise
         if now.st_nlink == 0:
             raise CheckpointChangedError(
                 f"{self.path} was removed or replaced after it was loaded. Load the model again."
