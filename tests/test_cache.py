@@ -96,7 +96,7 @@ class FlakyReader(ExpertReader):
                     for buffer in read.buffers[::2]:
                         buffer[:] = bytes([0xEE]) * len(buffer)
             raise self.fail
-        self.requests += sum(len(read.labels) for r in readings for read in r.reads)
+        self.requests += sum(len(read.requests) for r in readings for read in r.reads)
         super().finish(*readings)
 
 

@@ -13,12 +13,14 @@ from test_cache import Model, claim, held_sum, in_memory
 
 import smoe_mlx
 from smoe_mlx import StreamingConfig, governor
+from smoe_mlx.cache.bank import SlotBank
 from smoe_mlx.cache.policy import POLICIES
 from smoe_mlx.errors import BudgetError, ExpertReadError
 from smoe_mlx.generate import generate_step
 from smoe_mlx.governor import Governor, follow, resize
 from smoe_mlx.load import load_model
 from smoe_mlx.stats import streaming_of
+from smoe_mlx.store.layout import TensorSpec
 
 DEMO = Path(smoe_mlx.__file__).parent / "demo"
 SIZES = [0.25, 16, 1.0, 0.1, 0.9, 9, 0.5, 1.0, 64]
@@ -240,6 +242,18 @@ def test_memory_is_given_back_and_the_plan_says_so():
 def shares(readings) -> list[float]:
     g = Governor()
     return [g.saw(x) for x in readings]
+
+
+def test_a_bank_that_moves_lets_go_of_each_array_in_turn():
+    tensors = [TensorSpec("up_proj", str(i), "U8", (1 << 20,), 1 << 20) for i in range(4)]
+    bank = SlotBank(tensors, 2)
+    bank.rows(1)[0][:4] = b"here"
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    bank = bank.moved(2, [1, 0])
+    assert bytes(bank.rows(0)[0][:4]) == b"here"
+    assert mx.get_peak_memory() - before < 1.5 * 2 * (1 << 20), "more than one array twice"
 
 
 def test_slots_go_when_memory_stays_scarce():

@@ -35,6 +35,7 @@ class SlotBank:
         self.slots = slots
         self.arrays: dict[tuple[str, str], mx.array] = {}
         self._views: list[memoryview] = []
+        self._rows: dict[int, list[memoryview]] = {}
         for t in self.tensors:
             self._allocate(t)
 
@@ -54,6 +55,7 @@ class SlotBank:
         never more than one of them beside the new ones. Graphs that read it keep what they read.
         """
         new = SlotBank((), slots)
+        self._rows.clear()
         for t in self.tensors:
             source, target = self._views.pop(0), new._allocate(t)
             for to, at in enumerate(rows):
@@ -66,10 +68,13 @@ class SlotBank:
 
     def rows(self, slot: int) -> list[memoryview]:
         """The writable bytes of one slot, a view per tensor, in the order of `tensors`."""
-        return [
-            view[slot * t.nbytes : (slot + 1) * t.nbytes]
-            for view, t in zip(self._views, self.tensors, strict=True)
-        ]
+        rows = self._rows.get(slot)
+        if rows is None:
+            rows = self._rows[slot] = [
+                view[slot * t.nbytes : (slot + 1) * t.nbytes]
+                for view, t in zip(self._views, self.tensors, strict=True)
+            ]
+        return rows
 
     @property
     def nbytes(self) -> int:

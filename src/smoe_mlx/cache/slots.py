@@ -174,7 +174,7 @@ class SlotCache:
             self.resident(layer)
             return
         try:
-            loading = self._begin(bank, layer, experts)
+            loading = self._begin(bank, layer, dict.fromkeys([(layer, e) for e in experts]).keys())
             if loading is not None:
                 self._finish(loading)
         except BaseException:
@@ -218,7 +218,7 @@ class SlotCache:
             return None
         ahead = ahead and self.reader.worth_waking()
         try:
-            loading = self._begin(bank, layer, [e for _, e in keys], ahead)
+            loading = self._begin(bank, layer, keys.keys(), ahead)
             if loading is not None and (not ahead or not loading.hits):
                 self._finish(loading)
                 loading = None
@@ -241,26 +241,25 @@ class SlotCache:
         if self._debug:
             self.check()
 
-    def _begin(
-        self, bank: Bank, layer: int, experts: Sequence[int], ahead: bool = False
-    ) -> Loading | None:
+    def _begin(self, bank: Bank, layer: int, keys: Set[Key], ahead: bool = False) -> Loading | None:
         """Count hits as used, and start to read what is missing."""
-        table, stats = bank.tables[layer], self.stats.layers[layer]
-        missing = [e for e in experts if table[e] < 0]
-        if missing:
+        table = bank.tables[layer]
+        if any([table[e] < 0 for _, e in keys]):
             self._settle()  # may lose what is in memory: look again
             if bank.bets:
-                self._land(bank, layer, experts)
-            missing = [e for e in experts if table[e] < 0]
-        self._claimed = {(layer, e) for e in experts}
-        for e in experts:  # hits count as used before any miss evicts
-            if table[e] >= 0 and (layer, e) not in bank.pinned:
-                bank.policy.touch((layer, e))
+                self._land(bank, layer, [e for _, e in keys])
+        self._claimed = keys
+        missing = []
+        for key in keys:  # hits count as used before any miss evicts
+            if table[key[1]] < 0:
+                missing.append(key[1])
+            elif key not in bank.pinned:
+                bank.policy.touch(key)
         if not missing:
-            stats.hits += len(experts)
+            self.stats.layers[layer].hits += len(keys)
             return None
         loading = self._start(bank, layer, missing, ahead)
-        loading.hits = len(experts) - len(missing)
+        loading.hits = len(keys) - len(missing)
         return loading
 
     def _start(
@@ -335,10 +334,9 @@ class SlotCache:
         A demand may take that of any bet. Raises LookupError if there is none.
         """
         if not bank.free:
-            over = next(
-                (k for k, b in bank.bets.items() if b.judged and b.reading.done and k not in keep),
-                None,
-            )
+            bets = bank.bets.items()
+            passed = [k for k, b in bets if b.judged and b.reading.done and k not in keep]
+            over = passed[0] if passed else None
             if over is None:
                 try:
                     self._evict(bank, keep)

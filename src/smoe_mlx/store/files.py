@@ -64,13 +64,17 @@ class OpenFile:
         """
         if self._fd < 0:
             raise CheckpointChangedError(f"{self.path} was closed. Load the model again.")
-        with naming(self.path):
+        try:
             now = os.fstat(self._fd)
+        except OSError:
+            with naming(self.path):
+                raise
         if now.st_nlink == 0:
             raise CheckpointChangedError(
                 f"{self.path} was removed or replaced after it was loaded. Load the model again."
             )
-        if Fingerprint.of(now) != self.fingerprint:
+        then = self.fingerprint
+        if now.st_size != then.size or now.st_mtime_ns != then.mtime_ns:
             raise CheckpointChangedError(
                 f"{self.path} was changed after it was loaded. Load the model again."
             )

@@ -56,55 +56,54 @@ class ReaderStats:
 class _Read:
     """One positional read: neighbouring requests of one file, scattered by one `preadv`."""
 
-    __slots__ = ("buffers", "file", "labels", "nbytes", "offset")
+    __slots__ = ("buffers", "file", "nbytes", "offset", "requests")
 
-    def __init__(self, file: int, offset: int, buffer: memoryview, label: tuple[str, ...]):
-        self.file, self.offset, self.nbytes = file, offset, len(buffer)
-        self.buffers, self.labels = [buffer], [(offset, label)]
+    def __init__(self, request: ReadRequest):
+        self.file, self.offset, buffer, _ = request
+        self.nbytes = len(buffer)
+        self.buffers, self.requests = [buffer], [request]
 
     def into(self, buffer: memoryview) -> "_Read":
         """The same bytes of the file, into one buffer."""
-        read = _Read(self.file, self.offset, buffer, ())
-        read.labels = self.labels
+        read = _Read((self.file, self.offset, buffer, ()))
+        read.requests = self.requests
         return read
 
     def label_at(self, offset: int) -> str:
         """What lies at `offset` of the file."""
-        at = [label for start, label in self.labels if start <= offset]
-        return " of ".join(at[-1] if at else self.labels[0][1])
+        at = [label for _, start, _, label in self.requests if start <= offset]
+        return " of ".join(at[-1] if at else self.requests[0][3])
 
 
+_NOTHING = _Read((-1, 0, memoryview(b""), ()))
 _waste = memoryview(bytearray(MERGE_GAP_NBYTES))  # gaps are read into it, by whoever
 
 
 def merge(requests: Sequence[ReadRequest]) -> list[_Read]:
     """Sort requests by place and join those that (almost) touch."""
-    reads: list[_Read] = []
-    last_file = end = most = -1  # of the last read: its file, where it ends, how far it may go
-    buffers: list[memoryview] = []
-    for file, offset, buffer, label in sorted(requests, key=_place):
+    reads = []
+    read, end = _NOTHING, 0
+    requests = sorted(requests, key=operator.itemgetter(1))
+    requests.sort(key=operator.itemgetter(0))  # twice: quicker than by pairs
+    for request in requests:
+        file, offset, buffer, _ = request
         gap, upto = offset - end, offset + len(buffer)
         if (
-            file != last_file
-            or not 0 <= gap <= MERGE_GAP_NBYTES
-            or upto > most
-            or len(buffers) + 2 > IOV_MAX
+            not 0 <= gap <= MERGE_GAP_NBYTES
+            or file != read.file
+            or upto > read.offset + MERGE_MAX_NBYTES
+            or len(read.buffers) + 2 > IOV_MAX
         ):
-            read = _Read(file, offset, buffer, label)
+            read = _Read(request)
             reads.append(read)
-            buffers, labels = read.buffers, read.labels
-            last_file, most = file, offset + MERGE_MAX_NBYTES
         else:
             if gap:
-                buffers.append(_waste[:gap])
-            buffers.append(buffer)
-            labels.append((offset, label))
+                read.buffers.append(_waste[:gap])
+            read.buffers.append(buffer)
+            read.requests.append(request)
+            read.nbytes = upto - read.offset
         end = upto
-        read.nbytes = end - read.offset
     return reads
-
-
-_place = operator.itemgetter(0, 1)
 
 
 def _without(buffers: list[memoryview], n: int) -> list[memoryview]:
@@ -185,23 +184,19 @@ class _File:
             "It was truncated after it was loaded.",
         )
 
-    def _preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
-        """os.preadv (which retries after EINTR itself); an error knows its offset."""
+    def _scatter(self, read: _Read) -> None:
+        buffers, offset, left = read.buffers, read.offset, read.nbytes
         try:
-            return os.preadv(fd, buffers[:IOV_MAX], offset)
+            while left:
+                n = os.preadv(self.fd, buffers, offset)  # it retries after EINTR itself
+                if n == 0:
+                    raise self._short(read, offset)
+                offset, left = offset + n, left - n
+                if left:  # a short read: go on behind what came
+                    buffers = _without(buffers, n)
         except OSError as e:
             e.offset = offset  # type: ignore[attr-defined]
             raise
-
-    def _scatter(self, read: _Read) -> None:
-        buffers, offset, left = read.buffers, read.offset, read.nbytes
-        while left:
-            n = self._preadv(self.fd, buffers, offset)
-            if n == 0:
-                raise self._short(read, offset)
-            offset, left = offset + n, left - n
-            if left:  # a short read: go on behind what came
-                buffers = _without(buffers, n)
 
     def _read_direct(self, read: _Read) -> None:
         """O_DIRECT wants page-aligned memory, offsets and lengths. Buffers that have them are read
@@ -236,12 +231,16 @@ class _File:
             at += len(buffer)
         close_loose(last)
         position = start
-        while position < end:
-            n = self._preadv(self.own_fd, parts, position)
-            position += n
-            if n == 0 or (n % PAGE and position < end):
-                raise self._short(read, position)
-            parts = _without(parts, n)
+        try:
+            while position < end:
+                n = os.preadv(self.own_fd, parts[:IOV_MAX], position)
+                position += n
+                if n == 0 or (n % PAGE and position < end):
+                    raise self._short(read, position)
+                parts = _without(parts, n)
+        except OSError as e:
+            e.offset = position  # type: ignore[attr-defined]
+            raise
         for buffer, pages in copies:
             buffer[:] = pages
 
@@ -432,7 +431,7 @@ class ExpertReader:
 
     def _count(self, reads: Sequence[_Read]) -> None:
         self.stats.reads += len(reads)
-        self.stats.requests += sum([len(r.labels) for r in reads])
+        self.stats.requests += sum([len(r.requests) for r in reads])
         self.stats.bytes += sum([r.nbytes for r in reads])
 
     def _check_unchanged(self, readings: Sequence[Reading]) -> None:
@@ -453,18 +452,17 @@ class ExpertReader:
         alone = not self._streamer.size or len(reading.todo) == 1
         if self._slow and self._calls % TRY_ALONE_EVERY and not alone:
             return True
-        slow = count = 0
-        before = time.perf_counter()
-        while reading.todo:
-            self._read_one(reading.todo.popleft())
-            now = time.perf_counter()
-            slow += now - before > SLOW_SECONDS
-            count += 1
-            if slow == min(2, len(reading.reads)):
-                self._slow = True
-                if not alone:
-                    return bool(reading.todo)
+        todo, read_one, clock = reading.todo, self._read_one, time.perf_counter
+        slow, enough = 0, min(2, len(todo))
+        before = clock()
+        while todo:
+            read_one(todo.popleft())
+            now = clock()
+            if now - before > SLOW_SECONDS:
+                slow += 1
+                if slow >= enough and not alone:
+                    break
             before = now
-        if count:
-            self._slow = slow >= min(2, count)
-        return False
+        if enough:
+            self._slow = slow >= enough
+        return bool(todo)
