@@ -55,7 +55,7 @@ class SlotBank:
         never more than one of them beside the new ones. Graphs that read it keep what they read.
         """
         new = SlotBank((), slots)
-        self._rows.clear()
+        self.forget_rows()
         for t in self.tensors:
             source, target = self._views.pop(0), new._allocate(t)
             for to, at in enumerate(rows):
@@ -75,6 +75,10 @@ class SlotBank:
                 for view, t in zip(self._views, self.tensors, strict=True)
             ]
         return rows
+
+    def forget_rows(self) -> None:
+        """Let go of the views of slots, 2 kB each, that are not read into again."""
+        self._rows.clear()
 
     @property
     def nbytes(self) -> int:

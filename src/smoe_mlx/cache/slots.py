@@ -128,6 +128,7 @@ class SlotCache:
         if self._check:
             for e in range(count):
                 self._compare(layer, e, memory.rows(start + e))
+        memory.forget_rows()
         # A contiguous slice shares the bank's memory.
         rows = {k: a[start : start + count] for k, a in memory.arrays.items()}
         mx.eval(list(rows.values()))
