@@ -267,8 +267,8 @@ class Trial:
     tests, imported long ago, start at once. Others are tried in a copy of the tree.
     """
 
-    def __init__(self, again: bool, budget: float):
-        self.again, self.tests = again, Tests(budget)
+    def __init__(self, again: bool, budget: float, most: int | None):
+        self.again, self.tests, self.most = again, Tests(budget), most
         self.tree = WORK / "tree"
         shutil.rmtree(self.tree, ignore_errors=True)
         ignore = shutil.ignore_patterns("build", ".*", "__pycache__")
@@ -277,7 +277,7 @@ class Trial:
     def pytest_runtestloop(self, session):
         self.items = {item.nodeid: item for item in session.items}
         self.temporary = session.config._tmp_path_factory.getbasetemp()
-        path, chosen = WORK / "results.json", sample()
+        path, chosen = WORK / "results.json", sample()[: self.most]
         results = json.loads(path.read_text()) if path.exists() else {}
         for m in chosen[:CONTROLS]:
             if not self.survives(replace(m, source=(ROOT / m.file).read_text())):
@@ -394,6 +394,7 @@ def main() -> None:
     parser.add_argument("what", choices=("coverage", "mutants"))
     parser.add_argument("--again", action="store_true", help="only the survivors of the last run")
     parser.add_argument("--seconds", type=float, default=60, help="of tests a mutant")
+    parser.add_argument("--most", type=int, help="only so many mutants of the sample")
     parser.add_argument("--add", nargs="+", help="tests whose coverage to add to the last run's")
     args = parser.parse_args()
     os.chdir(ROOT)
@@ -404,7 +405,7 @@ def main() -> None:
         options = ["-q", "-s", "-p", "no:cacheprovider"]
         hypothesis.settings.register_profile("quick", phases=[hypothesis.Phase.generate])
         hypothesis.settings.load_profile("quick")  # what fails need not be made smaller
-        pytest.main([*options, *tests], plugins=[Trial(args.again, args.seconds)])
+        pytest.main([*options, *tests], plugins=[Trial(args.again, args.seconds, args.most)])
 
 
 if __name__ == "__main__":
