@@ -430,6 +430,16 @@ def test_pins_follow_what_is_used(model):
     cache.check()
 
 
+def test_pins_follow_what_is_used_after_an_interrupt(model):
+    cache = model.cache(5, 3)
+    cache.pin_only([(0, 1), (1, 3), (2, 0)])
+    cache.unpin(0, [1])  # and an interrupt came
+    with cache.lock:
+        cache._recover()
+    cache.pin_only([(0, 1), (2, 0)])
+    assert [bank.pinned for bank in cache._banks] == [{(0, 1)}, {(2, 0)}]
+
+
 def test_pins_leave_room_for_a_token(tiny, tmp_path):
     folder = tiny("qwen3_moe", "affine")
     least = smoe_mlx.plan(folder, slots=1.0)

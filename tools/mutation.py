@@ -259,6 +259,15 @@ class Tests:
             chosen += [t for t in self.seconds if "interrupt" in t or "any_order" in t]
         return list(dict.fromkeys(chosen)), spent
 
+    def at_import(self, mutant: Mutant) -> bool:
+        """Whether the function runs when its module is imported: in a fork it would come too late,
+        as what is defined inside it is there already."""
+        by_line = self.data.contexts_by_lineno(str(ROOT / mutant.file))
+        body: list[ast.stmt] = ast.parse((ROOT / mutant.file).read_text()).body
+        for name in mutant.function.split("."):
+            body = next(x.body for x in body if getattr(x, "name", None) == name)
+        return any("" in by_line.get(n, ()) for n in range(body[0].lineno, body[-1].end_lineno + 1))
+
 
 class Trial:
     """A pytest plugin that tries mutants in place of running what was collected.
@@ -299,7 +308,8 @@ class Trial:
         chosen += [t for t in known if t in self.items]
         if not chosen:
             return "no test runs it"
-        try_it = self.in_a_fork if mutant.function else self.in_the_tree
+        in_a_fork = mutant.function and not self.tests.at_import(mutant)
+        try_it = self.in_a_fork if in_a_fork else self.in_the_tree
         killed = try_it(mutant, chosen, timeout=40 + 2 * seconds)
         return "" if killed else f"{len(chosen)} tests pass"
 
