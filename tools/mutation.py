@@ -3,6 +3,7 @@
     python tools/mutation.py coverage            # writes coverage.json; about 10 minutes
     python tools/mutation.py mutants             # writes mutation.json; about an hour
     python tools/mutation.py mutants --again     # the survivors of the last run once more
+    python tools/mutation.py mutants --most 200  # some of the sample, which is shuffled
 
 Needs `pip install coverage` beside the test requirements. A mutant is the library with one small
 change: a comparison, a number, a condition, a call left out. A random sample of them, spread over
@@ -276,7 +277,7 @@ class Trial:
     tests, imported long ago, start at once. Others are tried in a copy of the tree.
     """
 
-    def __init__(self, again: bool, budget: float, most: int | None):
+    def __init__(self, again: list[str] | None, budget: float, most: int | None):
         self.again, self.tests, self.most = again, Tests(budget), most
         self.tree = WORK / "tree"
         shutil.rmtree(self.tree, ignore_errors=True)
@@ -292,7 +293,8 @@ class Trial:
             if not self.survives(replace(m, source=(ROOT / m.file).read_text())):
                 sys.exit(f"the tests of {m.key} fail without it")
         for n, m in enumerate(chosen):
-            if m.key not in results or (self.again and results[m.key]):
+            again = self.again is not None and any(text in m.key for text in self.again or [""])
+            if m.key not in results or (again and results[m.key]):
                 start = time.time()
                 results[m.key] = self.survives(m)
                 path.write_text(json.dumps(results, indent=1))
@@ -402,7 +404,9 @@ def report(chosen: list[Mutant], results: dict[str, str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("coverage", "mutants"))
-    parser.add_argument("--again", action="store_true", help="only the survivors of the last run")
+    parser.add_argument(
+        "--again", nargs="*", metavar="TEXT", help="the survivors of the last run, or some of them"
+    )
     parser.add_argument("--seconds", type=float, default=60, help="of tests a mutant")
     parser.add_argument("--most", type=int, help="only so many mutants of the sample")
     parser.add_argument("--add", nargs="+", help="tests whose coverage to add to the last run's")
