@@ -448,6 +448,17 @@ def test_a_resize_forgets_who_landed(model):
     assert (cache.stats.layers[1].hits, cache.stats.bets.used) == (hits + 1, 0)
 
 
+def test_bets_that_are_dropped_are_wasted_or_were_cancelled_in_time(model, monkeypatch):
+    cache = make(model, slots_a=6)
+    decode(cache, 0, [0], bets=[(1, [2])])
+    land(cache)
+    monkeypatch.setattr(model.reader, "start", lambda reading: None)
+    decode(cache, 0, [0], bets=[(1, [3, 1])])
+    cache.resize([5, 3])
+    bets = cache.stats.bets
+    assert (bets.issued, bets.wasted, bets.cancelled) == (3, 1, 2)
+
+
 def test_a_layer_is_judged_by_each_of_its_bets_once(model):
     cache = make(model, slots_a=8)
     decode(cache, 0, [0], bets=[(1, [2])])

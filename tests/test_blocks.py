@@ -307,7 +307,10 @@ def test_what_is_recognised():
     assert recognise(made_of_no_file, "switch_mlp") is None
 
 
-def test_what_routing_is_recognised():
+def test_what_routing_is_recognised(monkeypatch):
+    chosen, choose = [], mx.argpartition
+    counted = lambda *a, **k: (chosen.append(1), choose(*a, **k))[1]  # noqa: E731
+    monkeypatch.setattr(mx, "argpartition", counted)
     for kind in (
         Block, TakesOthers, ChangesItsInput, AsksTheLength, ChangesItUnseen, ReturnsEarly
     ):  # fmt: skip
@@ -320,8 +323,10 @@ def test_what_routing_is_recognised():
         block.switch_mlp.routes = lambda logits: True
         block.switch_mlp.router = OperationsRouter(**vars(routing.router))
         before = OperationsRouter.calls
+        chosen.clear()
         assert same_bits(block(x), expected)
         assert OperationsRouter.calls == before + 1
+        assert chosen == [1], "the block chooses as well as the router"
 
 
 def gate(**changes) -> nn.Module:

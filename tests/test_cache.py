@@ -2,6 +2,7 @@
 
 import errno
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mlx.core as mx
@@ -24,6 +25,7 @@ from smoe_mlx.cache import experts as experts_module
 from smoe_mlx.cache.bank import SlotBank, _page_aligned_zeros
 from smoe_mlx.cache.experts import SharedExpertCache
 from smoe_mlx.cache.stats import LayerStats
+from smoe_mlx.cache.usage import Usage
 from smoe_mlx.errors import BudgetError, CheckpointError, ExpertReadError
 from smoe_mlx.store.layout import TensorSpec, layout_from_checkpoint
 from smoe_mlx.store.reader import ExpertReader
@@ -848,6 +850,19 @@ def test_calls_of_complete_layers_are_counted_before_they_pile_up(model):
     assert counts(cache, 1)["calls"] == 4
     cache.catch_up()
     assert counts(cache, 1)["calls"] == 4
+
+
+def test_calls_of_other_threads_are_left_out_and_no_others(model):
+    cache = model.cache(slots_a=8)
+    cache.usage = Usage(model.layouts)
+    claim(cache, 1, range(COUNTS[1]))
+    with ThreadPoolExecutor() as other:
+        other.submit(cache.saw_later, 1, mx.array([[0]])).result()
+    cache.saw_later(1, mx.array([[1]]))
+    before, used = counts(cache, 1)["hits"], [cache.usage.weight((1, e)) for e in (0, 1)]
+    cache.catch_up()
+    assert counts(cache, 1)["hits"] == before + 1
+    assert [cache.usage.weight((1, e)) > w for e, w in enumerate(used)] == [False, True]
 
 
 def test_a_claim_that_misses_is_counted_once_however_many_it_misses(model):

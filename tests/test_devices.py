@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -337,6 +338,39 @@ def test_a_block_device_with_bad_blocks(io, tiny, tmp_path, expected):
         assert answer(model) == expected
         assert answer(open_model(folder / "vault", io=io)) == expected
         assert smoe_mlx.verify(folder / "vault", here) > 0
+
+
+@contextlib.contextmanager
+def throttled(folder, rate):
+    """This process reads from the folder's device at so many bytes a second; what it has read."""
+    group = Path("/sys/fs/cgroup/blkio") / f"smoe-{os.getpid()}"
+    number = os.stat(folder).st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    try:
+        group.mkdir()
+        (group / "blkio.throttle.read_bps_device").write_text(f"{device} {rate}")
+    except OSError as e:
+        pytest.skip(f"no device can be throttled here (cgroups of the first version): {e}")
+    try:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        count = group / "blkio.throttle.io_service_bytes"
+        yield lambda: int(count.read_text().partition(f"{device} Read ")[2].split()[0])
+    finally:
+        (group.parent / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
+
+
+@pytest.mark.parametrize("io", ["pread", "direct", "mmap"])
+def test_a_slow_block_device(io, tiny, tmp_path, expected):
+    """Reads wait for tenths of a second each, and are right when they come."""
+    with mounted(tmp_path / "image", tmp_path / "disk") as folder:
+        here = shutil.copytree(tiny("qwen3_moe", "affine"), folder / "model")
+        os.sync()
+        forget_pages(folder)
+        with throttled(folder, 300_000) as read:
+            model = open_model(here, io=io)
+            assert answer(model) == expected
+            assert read() > 100_000
 
 
 def test_a_block_device_that_cannot_write(tiny, tmp_path):

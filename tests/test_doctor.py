@@ -164,6 +164,12 @@ def test_more_memory_than_there_is_is_a_problem(monkeypatch):
     assert "25 MB are asked for, but only 280 MB" in d.problem
 
 
+def test_what_lies_in_swap_is_said(monkeypatch):
+    for swap, said in ((3_000_000_000, True), (0, False)):
+        monkeypatch.setattr(doctor, "used_swap", lambda: swap)  # noqa: B023
+        assert ("3 GB lie in swap" in str(diagnose("demo", StreamingConfig(slots=8)))) is said
+
+
 def test_too_few_slots_are_called_so():
     assert "8 slots are fewer than the 64 experts" in str(
         diagnose("demo", StreamingConfig(slots=8))

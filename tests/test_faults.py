@@ -17,6 +17,7 @@ from conftest import interrupt_at_line, random_tokens, resident, same_bits
 from mlx_lm.generate import generate_step as mlx_generate_step
 
 import smoe_mlx
+from smoe_mlx.cache import bank
 from smoe_mlx.cache.usage import Usage
 from smoe_mlx.forward.decode import MODES
 from smoe_mlx.generate import generate_step
@@ -244,6 +245,34 @@ def test_ctrl_c_anywhere_in_a_generation_beside_another_model(mode, folder, expe
             m._streaming.cache.check()
         n = 1 + n * 5 // 4  # the set-up of a model is long, and comes first
     assert n > 1000
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("[malloc] no room")], ids=repr)
+def test_no_memory_for_slots(folder, expected, monkeypatch, error):
+    """Wherever it is missing: the same error, and the right answer when there is some again."""
+    calls = itertools.count()
+
+    def allocate(*args):
+        if next(calls) == n:
+            raise error
+        return zeros(*args)
+
+    zeros = bank._page_aligned_zeros
+    monkeypatch.setattr(bank, "_page_aligned_zeros", allocate)
+    n, config = -1, smoe_mlx.StreamingConfig(slots=0.3, debug=True)
+    for act in (answer, lambda model: smoe_mlx.resize(model, slots=0.6)):
+        for n in itertools.count():
+            model = load_model(folder, config=config)[0]
+            if act is not answer:
+                calls = itertools.count(n + 1)
+                answer(model)
+            calls = itertools.count()
+            if outcome(lambda: act(model)) is not error:  # noqa: B023
+                break
+            assert answer(model) == answer(model) == expected
+            model._streaming.cache.check()
+        assert n > 1
+        assert answer(model) == expected
 
 
 # ---- every fault in every phase ------------------------------------------------------------------

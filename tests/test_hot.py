@@ -215,6 +215,16 @@ HOSTILE = {  # (what the file holds, why it is ignored)
 }
 
 
+@pytest.mark.parametrize("weight", [0, 1e12])
+def test_the_bounds_of_a_weight_are_weights(model, tmp_path, weight):
+    path = tmp_path / "usage.json"
+    used(model, path).save()
+    path.write_bytes(weights(weight)(json.loads(path.read_bytes())))
+    usage = Usage(model.layouts, path)
+    usage.load()
+    assert usage.weight((1, 2)) == weight
+
+
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_damaged_or_foreign_file_is_ignored_and_left_alone(model, tmp_path, kind):
     path, (edit, why) = tmp_path / "usage.json", HOSTILE[kind]
@@ -428,6 +438,16 @@ def test_pins_follow_what_is_used(model):
     cache.pin_only([])
     assert not any(bank.pinned for bank in cache._banks)
     cache.check()
+
+
+def test_pins_follow_what_is_used_after_an_interrupt(model):
+    cache = model.cache(5, 3)
+    cache.pin_only([(0, 1), (1, 3), (2, 0)])
+    cache.unpin(0, [1])  # and an interrupt came
+    with cache.lock:
+        cache._recover()
+    cache.pin_only([(0, 1), (2, 0)])
+    assert [bank.pinned for bank in cache._banks] == [{(0, 1)}, {(2, 0)}]
 
 
 def test_pins_leave_room_for_a_token(tiny, tmp_path):

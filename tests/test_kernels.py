@@ -951,6 +951,11 @@ def test_a_streamed_model(slots, emulate, fast):
     assert "fused in 8 of 8 layers" in smoe_mlx.stats(model).kernels
     off = float(mx.abs(got - expected).max()) / float(mx.abs(expected).max())
     assert 0 < off < 0.05
+    (first, *_) = (m for _, m in model.named_modules() if getattr(m, "fused", None))
+    call = mx.zeros((1, 1, first.fused.geometry.hidden), got.dtype), mx.zeros((1, 1, 2), mx.uint32)
+    assert first._fused_for(*call) is first.fused
+    model.train()  # kernels have no gradient
+    assert first._fused_for(*call) is None
     stock, model = logits_of("stock", slots, tokens)
     assert same_bits(stock, expected)
     assert all(not hasattr(m, "fused") or m.fused is None for _, m in model.named_modules())

@@ -40,6 +40,7 @@ def save(path, modules, **quantise):
 @pytest.fixture(params=[
     {}, {"bits": 4, "group_size": 64}, {"bits": 3, "group_size": 32},
     {"bits": 4, "group_size": 32, "mode": "mxfp4"}, {"bits": 4, "group_size": 16, "mode": "nvfp4"},
+    {"bits": 8, "group_size": 32, "mode": "mxfp8"},
 ], ids=str)  # fmt: skip
 def quantise(request):
     return request.param
@@ -81,6 +82,7 @@ def test_slots_bound_what_is_in_memory_and_parameters_are_none(tmp_path):
     ({"layers.0.up_proj.weight": (E, H, D + 1)}, ["up_proj", "65"]),
     ({"layers.0.up_proj.weight": (E, 2, H, D)}, ["up_proj"]),
     ({"layers.0.down_proj.weight": (E, 0, H)}, ["proj", "0"]),
+    ({"layers.0.down_proj.weight": (E, 0, H), "layers.0.gate_proj.scales": (E, H, 2)}, ["proj"]),
     ({"layers.0.up_proj.scales": (E, H, 2)}, ["up_proj", "scales", "quantize"]),
     ({"layers.0.up_proj.scales": (E, H, 2 * D)}, ["up_proj", "scales", "quantize"]),
     ({"layers.0.up_proj.scales": (E,)}, ["up_proj", "scales", "quantize"]),

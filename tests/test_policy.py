@@ -264,3 +264,15 @@ def test_an_interrupt_at_any_line_leaves_no_key_that_cannot_go(make):
             policy.victim(set())
         if where is None:
             break
+
+
+@every_policy
+def test_an_interrupt_at_any_line_hides_no_only_key(make):
+    for n in itertools.count(1):
+        policy = make()
+        where = interrupt_at_line(n, lambda policy=policy: policy.touch((0, 1)), SOURCE)
+        if (0, 1) in policy:
+            assert policy.victim(set()) == (0, 1), (n, where)
+        if where is None:
+            break
+    assert n > 1

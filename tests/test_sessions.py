@@ -1,6 +1,8 @@
 """Sessions: a follow-up turn pays for its suffix, and nothing bleeds from one to another."""
 
+import contextlib
 import json
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -265,14 +267,73 @@ def test_files_have_a_limit(tmp_path):
     assert sessions.take("m", [6] * 9) == (None, 0)
 
 
-def test_a_file_that_cannot_be_written_costs_the_session_only(tmp_path, monkeypatch):
-    def full(path, *args):
-        (tmp_path / "f").joinpath("new-half.safetensors").touch()
-        raise OSError("No space left on device")
+@contextlib.contextmanager
+def no_descriptors():
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-    monkeypatch.setattr("smoe_mlx.server.session_files.save_prompt_cache", full)
-    sessions = saved(tmp_path, 5)
-    assert not sessions.entries
+
+FILES = "smoe_mlx.server.session_files."
+NO_MEMORY = [MemoryError(), RuntimeError("[malloc] Unable to allocate 64 bytes.")]
+
+
+@pytest.mark.parametrize("error", [OSError("No space left on device"), *NO_MEMORY], ids=repr)
+@pytest.mark.parametrize("after", [0, 1], ids=["half", "whole"])
+def test_a_file_that_cannot_be_written_costs_the_session_only(tmp_path, monkeypatch, error, after):
+    def fail(path, *args):
+        (tmp_path / "f" / Path(path).name).touch()
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FILES + ("save_prompt_cache", "_crc32")[after], fail)
+        assert not saved(tmp_path, 5).entries
+    assert not list(tmp_path.rglob("*.safetensors"))
+    assert tokens_in(saved(tmp_path, 5).take("m", [5] * 9)[0]) == [5] * 5
+
+
+def test_an_interrupted_save_leaves_nothing(tmp_path, monkeypatch):
+    def interrupt(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FILES + "_crc32", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        saved(tmp_path, 5)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [(n, e) for n in ("SafetensorsMmap", "_crc32") for e in (OSError("bad block"), MemoryError())]
+    + [("load_prompt_cache", e) for e in (OSError("bad block"), *NO_MEMORY)],
+    ids=repr,
+)
+def test_a_file_that_cannot_be_read_now_is_kept(tmp_path, monkeypatch, name, error):
+    """A file is removed for what is in it, not for want of memory."""
+
+    def fail(path):
+        raise error
+
+    saved(tmp_path, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(FILES + name, fail)
+        assert reopened(tmp_path).take("m", [5] * 9) == (None, 0)
+    assert tokens_in(reopened(tmp_path).take("m", [5] * 9)[0]) == [5] * 5
+
+
+def test_without_descriptors_there_are_no_sessions(tmp_path):
+    with no_descriptors():
+        assert not saved(tmp_path, 5).entries
+    saved(tmp_path, 5)
+    sessions = reopened(tmp_path)
+    with no_descriptors():
+        assert reopened(tmp_path).take("m", [5] * 9) == (None, 0)
+        assert sessions.take("m", [5] * 9) == (None, 0)
+    assert tokens_in(reopened(tmp_path).take("m", [5] * 9)[0]) == [5] * 5
 
 
 def test_fingerprint(tmp_path):

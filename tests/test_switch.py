@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import SlowReader, same_bits
+from mlx_lm.models import switch_layers
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from smoe_mlx.cache.experts import SharedExpertCache
@@ -88,6 +89,22 @@ def test_any_number_of_tokens_in_any_number_of_slots(pair, slots):
             assert (stats.calls - before[0], stats.waves - before[1]) == (1, waves)
             assert stats.hits + stats.misses - before[2] == distinct
     assert stats.resident_calls == (8 if slots == 2 * E else 0)
+
+
+@pytest.mark.parametrize("count", [31, 32, 33])
+def test_rows_are_sorted_where_mlx_lm_sorts_them(pair, monkeypatch, count):
+    """GPUs have another kernel for sorted rows, so the bits may differ."""
+    switch, seen, experts = pair.streamed(2 * E)[1], [], pair.streaming._experts
+    gather_sort = switch_layers._gather_sort
+    monkeypatch.setattr(
+        switch_layers, "_gather_sort", lambda *a: (seen.append(1), gather_sort(*a))[1]
+    )
+    monkeypatch.setattr(pair.streaming, "_experts", lambda *a: (seen.append(a[-1]), experts(*a))[1])
+    pair.resident[0](*tokens(count))
+    sorts = bool(seen)
+    seen.clear()
+    switch(*tokens(count))
+    assert seen == [sorts]
 
 
 def test_hits_are_computed_while_misses_are_read(pair):

@@ -3,6 +3,7 @@
     python tools/mutation.py coverage            # writes coverage.json; about 10 minutes
     python tools/mutation.py mutants             # writes mutation.json; about an hour
     python tools/mutation.py mutants --again     # the survivors of the last run once more
+    python tools/mutation.py mutants --most 200  # some of the sample, which is shuffled
 
 Needs `pip install coverage` beside the test requirements. A mutant is the library with one small
 change: a comparison, a number, a condition, a call left out. A random sample of them, spread over
@@ -259,6 +260,15 @@ class Tests:
             chosen += [t for t in self.seconds if "interrupt" in t or "any_order" in t]
         return list(dict.fromkeys(chosen)), spent
 
+    def at_import(self, mutant: Mutant) -> bool:
+        """Whether the function runs when its module is imported: in a fork it would come too late,
+        as what is defined inside it is there already."""
+        by_line = self.data.contexts_by_lineno(str(ROOT / mutant.file))
+        body: list[ast.stmt] = ast.parse((ROOT / mutant.file).read_text()).body
+        for name in mutant.function.split("."):
+            body = next(x.body for x in body if getattr(x, "name", None) == name)
+        return any("" in by_line.get(n, ()) for n in range(body[0].lineno, body[-1].end_lineno + 1))
+
 
 class Trial:
     """A pytest plugin that tries mutants in place of running what was collected.
@@ -267,8 +277,8 @@ class Trial:
     tests, imported long ago, start at once. Others are tried in a copy of the tree.
     """
 
-    def __init__(self, again: bool, budget: float):
-        self.again, self.tests = again, Tests(budget)
+    def __init__(self, again: list[str] | None, budget: float, most: int | None):
+        self.again, self.tests, self.most = again, Tests(budget), most
         self.tree = WORK / "tree"
         shutil.rmtree(self.tree, ignore_errors=True)
         ignore = shutil.ignore_patterns("build", ".*", "__pycache__")
@@ -277,13 +287,14 @@ class Trial:
     def pytest_runtestloop(self, session):
         self.items = {item.nodeid: item for item in session.items}
         self.temporary = session.config._tmp_path_factory.getbasetemp()
-        path, chosen = WORK / "results.json", sample()
+        path, chosen = WORK / "results.json", sample()[: self.most]
         results = json.loads(path.read_text()) if path.exists() else {}
         for m in chosen[:CONTROLS]:
             if not self.survives(replace(m, source=(ROOT / m.file).read_text())):
                 sys.exit(f"the tests of {m.key} fail without it")
         for n, m in enumerate(chosen):
-            if m.key not in results or (self.again and results[m.key]):
+            again = self.again is not None and any(text in m.key for text in self.again or [""])
+            if m.key not in results or (again and results[m.key]):
                 start = time.time()
                 results[m.key] = self.survives(m)
                 path.write_text(json.dumps(results, indent=1))
@@ -299,7 +310,8 @@ class Trial:
         chosen += [t for t in known if t in self.items]
         if not chosen:
             return "no test runs it"
-        try_it = self.in_a_fork if mutant.function else self.in_the_tree
+        in_a_fork = mutant.function and not self.tests.at_import(mutant)
+        try_it = self.in_a_fork if in_a_fork else self.in_the_tree
         killed = try_it(mutant, chosen, timeout=40 + 2 * seconds)
         return "" if killed else f"{len(chosen)} tests pass"
 
@@ -392,8 +404,11 @@ def report(chosen: list[Mutant], results: dict[str, str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("coverage", "mutants"))
-    parser.add_argument("--again", action="store_true", help="only the survivors of the last run")
+    parser.add_argument(
+        "--again", nargs="*", metavar="TEXT", help="the survivors of the last run, or some of them"
+    )
     parser.add_argument("--seconds", type=float, default=60, help="of tests a mutant")
+    parser.add_argument("--most", type=int, help="only so many mutants of the sample")
     parser.add_argument("--add", nargs="+", help="tests whose coverage to add to the last run's")
     args = parser.parse_args()
     os.chdir(ROOT)
@@ -404,7 +419,7 @@ def main() -> None:
         options = ["-q", "-s", "-p", "no:cacheprovider"]
         hypothesis.settings.register_profile("quick", phases=[hypothesis.Phase.generate])
         hypothesis.settings.load_profile("quick")  # what fails need not be made smaller
-        pytest.main([*options, *tests], plugins=[Trial(args.again, args.seconds)])
+        pytest.main([*options, *tests], plugins=[Trial(args.again, args.seconds, args.most)])
 
 
 if __name__ == "__main__":

@@ -167,7 +167,8 @@ def show_tests(figures: dict[str, Any]) -> list[str]:
         "",
         *prose("""
             Faults: EIO, EINTR, EAGAIN, ENOSPC, short reads, an early end, seconds of waiting, a
-            disk that goes away in the middle of a read, failing syncs; while loading, in prompts,
+            disk that goes away in the middle of a read, a throttled one, failing syncs; while
+            loading, in prompts,
             in each way to decode, while prewarming, shattering, verifying, saving and reading
             sessions and usage. On real file systems and block devices (`test_devices.py`), and with
             every call of Python's (`test_faults.py`), which adds replaced and removed files, no
@@ -269,9 +270,26 @@ def show_soak(figures: dict[str, Any]) -> list[str]:
 
 
 def show_mutation(figures: dict[str, Any]) -> list[str]:
-    rows = [(name, f["mutants"], f["killed"], f"{f['percent']} %")
-            for name, f in figures.items() if isinstance(f, dict)]  # fmt: skip
-    return ["## Mutants", "", *table(("of", "mutants", "killed", "share"), *rows)]
+    rows = [
+        (
+            name,
+            f["mutants"],
+            f["killed"],
+            f"{f['percent']} %",
+            "{} to {} %".format(*f["interval_95"]),
+        )
+        for name, f in figures.items()
+        if isinstance(f, dict)
+    ]
+    return [
+        "## Mutants",
+        "",
+        *table(("of", "mutants", "killed", "share", "of all, with 95 % certainty"), *rows),
+        "",
+        *prose("""
+            A random sample of all small changes of these packages. What survived was read:
+            [mutation.md](reliability/mutation.md)."""),
+    ]
 
 
 def show_coverage(figures: dict[str, Any]) -> list[str]:

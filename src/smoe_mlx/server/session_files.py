@@ -42,8 +42,8 @@ class SessionFiles:
                 with SafetensorsMmap(path) as file:
                     about = _about(file)
                 yield path, about
-            except OSError as e:  # perhaps it can be read another time
-                logging.warning(f"{path} is not used: {e}")
+            except (OSError, MemoryError) as e:  # perhaps it can be read another time
+                logging.warning(f"{path} is not used: {str(e) or 'no memory'}")
             except ValueError as e:
                 logging.warning(f"{path} is dropped: {e}")
                 remove(path)
@@ -66,17 +66,19 @@ class SessionFiles:
             new.rename(path)
             self._keep_within_limit()
             return path if path.exists() else None
-        except (OSError, AttributeError, TypeError, ValueError, RuntimeError) as e:
-            logging.warning(f"a session of {len(entry.tokens)} tokens could not be saved: {e}")
-            remove(new)
+        except (OSError, AttributeError, TypeError, ValueError, RuntimeError, MemoryError) as e:
+            why = str(e) or type(e).__name__
+            logging.warning(f"a session of {len(entry.tokens)} tokens could not be saved: {why}")
             return None
+        finally:
+            remove(new)
 
     def load(self, path: Path) -> list[Any]:
         """Read a cache.
 
         Raises:
             ValueError: the file is damaged.
-            OSError: it cannot be read.
+            OSError, MemoryError: it cannot be read now.
         """
         with naming(path):
             crc = _crc32(path)
@@ -86,9 +88,11 @@ class SessionFiles:
             with mlx_reads(path):
                 cache: list[Any] = load_prompt_cache(str(path))
                 mx.eval([c.state for c in cache])
-        except OSError:
+        except (OSError, MemoryError):
             raise
         except Exception as e:  # whatever mlx-lm stumbles over
+            if isinstance(e, RuntimeError) and "alloc" in str(e).lower():  # MLX has no memory
+                raise MemoryError(str(e)) from e
             raise ValueError(f"no prompt cache ({type(e).__name__}: {e!s:.200})") from e
         with contextlib.suppress(OSError):  # read, and that is what matters
             os.utime(path)

@@ -211,8 +211,8 @@ class Sessions:
         except FileNotFoundError:  # another session needed its place
             self.entries.remove(entry)
             return False
-        except OSError as e:  # perhaps it can be read another time
-            logging.warning(f"{entry.file} is not used: {e}")
+        except (OSError, MemoryError) as e:  # perhaps it can be read another time
+            logging.warning(f"{entry.file} is not used: {str(e) or 'no memory'}")
             self.entries.remove(entry)
             return False
         except ValueError as e:
