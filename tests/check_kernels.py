@@ -49,7 +49,7 @@ template <class T> T simd_shuffle_down(T, ushort);
 template <class T> T simd_shuffle_xor(T, ushort);
 template <class T> T simd_shuffle(T, ushort);
 template <class T, class U> T as_type(U u) { return __builtin_bit_cast(T, u); }
-namespace metal { float exp(float); float tanh(float); }
+namespace metal { float exp(float); float tanh(float); float log(float); float sqrt(float); }
 using namespace metal;
 """
 CLANG = """

@@ -21,14 +21,20 @@ from smoe_mlx.layers.blocks import recognise, recognise_routing
 from smoe_mlx.layers.symbols import Symbol, on_symbols
 from smoe_mlx.load import load_model
 
-# These say it in other words, or do something else.
-LEFT_ALONE = {
-    "Klear", "bailing_moe", "deepseek_v41", "gemma4", "gemma4_text", "llama4",
-    "longcat_flash", "longcat_flash_ngram",
-}  # fmt: skip
+LEFT_ALONE = {"llama4"}  # has no sum: it weighs what goes into its experts
 # The sum is left to kernels, the routing is not.
-OWN_ROUTING = {"deepseek_v2", "ernie4_5_moe", "kimi_linear", "laguna", "lfm2_moe", "phimoe"}
+OWN_ROUTING = {
+    "deepseek_v41", "gemma4", "gemma4_text", "longcat_flash", "longcat_flash_ngram", "phimoe"
+}  # fmt: skip
 ROUTED = set(STREAMED) - LEFT_ALONE - OWN_ROUTING
+# So is what the shared experts say: these add it elsewhere, or something in between.
+SHARED = {
+    "afmoe", "bailing_hybrid", "bailing_moe", "bailing_moe_linear", "deepseek", "deepseek_v2",
+    "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe",
+    "glm4_moe_lite", "glm_moe_dsa", "hunyuan", "kimi_k25", "kimi_linear", "kimi_vl",
+    "minimax_m3_vl", "mistral3", "mistral4", "qwen2_moe", "qwen3_5",
+    "qwen3_5_moe", "qwen3_next", "solar_open", "step3p5",
+}  # fmt: skip
 
 
 class Operations:
@@ -55,14 +61,14 @@ class OperationsRouter(FusedRouter):
 def operations(monkeypatch):
     """Every layer is said to use kernels."""
     weighted, sums = [], []
-    choose = lambda self, geometry, stock, activation, is_weighted: (  # noqa: E731
+    choose = lambda self, geometry, stock, activation, is_weighted, added: (  # noqa: E731
         weighted.append(is_weighted) or Operations()
     )
     add_up = Weights.sum
     monkeypatch.setattr(KernelChooser, "choose", choose)
     take = lambda self, router: OperationsRouter(**vars(router))  # noqa: E731
     monkeypatch.setattr(KernelChooser, "choose_router", take)
-    monkeypatch.setattr(Weights, "sum", lambda self, y: sums.append(1) or add_up(self, y))
+    monkeypatch.setattr(Weights, "sum", lambda self, y: sums.append(self) or add_up(self, y))
     monkeypatch.setattr(OperationsRouter, "calls", 0)
     return weighted, sums
 
@@ -79,6 +85,7 @@ def test_exchanged_text_changes_no_bit(arch, tiny, operations):
             assert same_bits(a, b)
     assert all(w == (arch not in LEFT_ALONE) for w in weighted)
     assert bool(sums) == (arch not in LEFT_ALONE)
+    assert any(w.shared is not None for w in sums) == (arch in SHARED)
     assert bool(OperationsRouter.calls) == (arch in ROUTED)
 
 
@@ -182,8 +189,8 @@ class Switch(nn.Module):
     def __call__(self, x, inds):
         return (x[..., None, :] * (inds[..., None] + 1)).astype(mx.bfloat16)
 
-    def weighted(self, x, inds, scores, cast):
-        return Weights(scores, cast).sum(self(x, inds))
+    def weighted(self, x, inds, scores, cast, shared=None):
+        return Weights(scores, cast, shared).sum(self(x, inds))
 
 
 @pytest.mark.parametrize("kind", [Block, StaysWide, InSteps])
