@@ -619,9 +619,9 @@ def test_routers(router, emulate):
 
 
 def test_types_in_which_a_bias_is_added(emulate):
-    """In bfloat16 256 + 1 is 256, and 1/512 is lost beside 1: then the first of equal ones wins."""
+    """In bfloat16 256 + 1 is 256, and 1/284 is lost beside 1: then the first of equal ones wins."""
     emulate()
-    logits = mx.array([[0.0, 0.0, 1.0, 90.0]], BF16)  # scores 0.5, 0.5, 0.73, 1
+    logits = mx.array([[0.957, 0.957, 1.0, 90.0]], BF16)  # scores 185 / 256 twice, 187 / 256, 1
     kind = FusedRouter(4, 1, False, False, False, **SIGMOID)
     for bias_in, bias, dtype, expected in (
         ("wide", [256.0, 256, 256, 0], F32, 2),
@@ -629,8 +629,8 @@ def test_types_in_which_a_bias_is_added(emulate):
         ("", [256.0, 256, 256, 0], F32, 2),
         ("", [256.0, 256, 256, 0], BF16, 0),
         ("", [256.0, 256, 256, 0], F16, 2),  # of both: float32
-        ("narrow", [1.0, 1.001953125, 0, 0], F32, 0),  # the bias itself is rounded
-        ("wide", [1.0, 1.001953125, 0, 0], F32, 1),
+        ("narrow", [1.0, 1 + 0.9 / 256, 0, 0], F32, 0),  # the bias itself is rounded
+        ("wide", [1.0, 1 + 0.9 / 256, 0, 0], F32, 1),
     ):
         ids, _ = replace(kind, bias_in=bias_in)(logits, mx.array(bias, dtype))
         assert ids.item() == expected, (bias_in, dtype)
