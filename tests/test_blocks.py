@@ -164,6 +164,162 @@ class InStepsAndUsed(Block):
         return y + x.mean()
 
 
+def add_up(outputs, scores):
+    return (outputs * scores[..., None]).sum(axis=-2).astype(outputs.dtype)
+
+
+class ByAFunction(Block):
+    def __call__(self, x, inds, scores):
+        out = self.switch_mlp(x, inds)
+        return add_up(out, scores)
+
+
+class TheOtherWayRound(Block):
+    def __call__(self, x, inds, scores):
+        column = mx.expand_dims(scores, -1)
+        y = self.switch_mlp(x, inds)
+        return (column * y).sum(-2)
+
+
+class ColumnOfOthers(Block):
+    def __call__(self, x, inds, scores):
+        column = mx.expand_dims(scores, -1)
+        scores = scores * 2
+        y = self.switch_mlp(x, inds)
+        return (column * y).sum(-2) + scores.sum()
+
+
+class ThirdFromTheLeft(Block):
+    """The sum over experts for [tokens, D], over tokens for [..., tokens, D]."""
+
+    def __call__(self, x, inds, scores):
+        y = self.switch_mlp(x, inds)
+        return mx.sum(y.astype(mx.float32) * scores[..., None].astype(mx.float32), axis=1)
+
+
+class InTwoNames(Block):
+    def __call__(self, x, inds, scores):
+        y = self.switch_mlp(x, inds)
+        weighted = y * scores[..., None]
+        z = mx.sum(weighted, axis=-2)
+        return z * 2
+
+
+class InTwoNamesAndUsed(Block):
+    def __call__(self, x, inds, scores):
+        y = self.switch_mlp(x, inds)
+        weighted = y * scores[..., None]
+        z = mx.sum(weighted, axis=-2)
+        return z + weighted.mean(axis=-2)
+
+
+class SomethingElse(Block):
+    def __call__(self, x, inds, scores):
+        y = self.switch_mlp(x, inds)
+        scores = scores * 2
+        return (y * scores[..., None]).sum(axis=-2)
+
+
+class Shared(Block):
+    """Something is added to the sum next."""
+
+    def __call__(self, x, inds, scores):
+        y = self.switch_mlp(x, inds)
+        y = (y * scores[..., None]).sum(axis=-2).astype(y.dtype)
+        if self.wanted:
+            more = self.shared(x)
+            y = more + y
+        return y * 2
+
+
+class SharedAndGated(Shared):
+    def __call__(self, x, inds, scores):
+        y = self.switch_mlp(x, inds)
+        y = (y * scores[..., None]).sum(axis=-2)
+        more = self.shared(x)
+        more = mx.sigmoid(x[..., :1]) * more
+        return y + more
+
+
+class SharedBefore(Shared):
+    def __call__(self, x, inds, scores):
+        more = self.shared(x)
+        y = self.switch_mlp(x, inds)
+        z = (y * scores[..., None]).sum(axis=-2)
+        z = z + more
+        return z + more
+
+
+class SharedElse(Shared):
+    def __call__(self, x, inds, scores):
+        y = self.switch_mlp(x, inds)
+        y = (y * scores[..., None]).sum(axis=-2)
+        if self.wanted:
+            y = y + self.shared(x)
+        elif x.ndim > 2:
+            y = y * 2
+        return y
+
+
+class SharedOfTheSum(Shared):
+    def __call__(self, x, inds, scores):
+        y = self.switch_mlp(x, inds)
+        y = (y * scores[..., None]).sum(axis=-2)
+        y = y + self.shared(y)
+        return y
+
+
+class SharedIfTheSum(Shared):
+    def __call__(self, x, inds, scores):
+        y = self.switch_mlp(x, inds)
+        y = (y * scores[..., None]).sum(axis=-2)
+        if y.ndim > 1:
+            y = y + self.shared(x)
+        return y
+
+
+class SumIsUsedAgain(Shared):
+    def __call__(self, x, inds, scores):
+        y = self.switch_mlp(x, inds)
+        y = (y * scores[..., None]).sum(axis=-2)
+        z = y + self.shared(x)
+        return z + y
+
+
+class SharedIsUsedAgain(Shared):
+    def __call__(self, x, inds, scores):
+        y = self.switch_mlp(x, inds)
+        y = (y * scores[..., None]).sum(axis=-2)
+        more = self.shared(x)
+        y = y + more
+        return y + more
+
+
+class ChangesScores(Shared):
+    def __call__(self, x, inds, scores):
+        y = self.switch_mlp(x, inds)
+        y = (y * scores[..., None]).sum(axis=-2)
+        scores = self.shared(x)
+        y = y + scores
+        return y
+
+
+class Subtracts(Shared):
+    def __call__(self, x, inds, scores):
+        y = self.switch_mlp(x, inds)
+        y = (y * scores[..., None]).sum(axis=-2)
+        y = y - self.shared(x)
+        return y
+
+
+class TwiceAsMuch(Shared):
+    def __call__(self, x, inds, scores):
+        y = self.switch_mlp(x, inds)
+        y = (y * scores[..., None]).sum(axis=-2)
+        y = y * 2 + self.shared(x)
+        return y
+
+
 class RoutesElsewhere(Block):
     """As qwen3_moe, but that the probabilities are used again: they are still made."""
 
@@ -189,11 +345,58 @@ class Switch(nn.Module):
     def __call__(self, x, inds):
         return (x[..., None, :] * (inds[..., None] + 1)).astype(mx.bfloat16)
 
+    calls = 0
+
     def weighted(self, x, inds, scores, cast, shared=None):
+        self.calls += 1
         return Weights(scores, cast, shared).sum(self(x, inds))
 
 
-@pytest.mark.parametrize("kind", [Block, StaysWide, InSteps])
+SHARED_BLOCKS = {
+    Shared: 1, SharedAndGated: 2, SharedBefore: 1, SharedElse: 0, SharedOfTheSum: 0,
+    SharedIfTheSum: 0, SumIsUsedAgain: 0, SharedIsUsedAgain: 0, ChangesScores: 0, Subtracts: 0,
+    TwiceAsMuch: 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("kind", SHARED_BLOCKS)
+def test_what_is_added_next(kind, wanted, monkeypatch):
+    given = []
+    add = Weights.sum
+    monkeypatch.setattr(Weights, "sum", lambda self, y: given.append(self) or add(self, y))
+    x, inds = mx.random.normal((2, 3, 8)), mx.random.randint(0, 9, (2, 3, 4))
+    scores = mx.random.normal((2, 3, 8 if kind is ChangesScores else 4))[..., :4]
+    block = kind()
+    block.switch_mlp, block.wanted = Switch(), wanted
+    block.shared = nn.Linear(8, 8)
+    expected = block(x, inds, scores)
+    recognised = recognise(kind, "switch_mlp")
+    assert recognised.added == SHARED_BLOCKS[kind]
+    block.__class__ = recognised.kind
+    assert same_bits(block(x, inds, scores), expected)
+    (weights,) = given
+    assert (weights.shared is not None) == (recognised.added > 0 and (wanted or kind is not Shared))
+    if weights.shared is not None:
+        assert len(weights.shared()) == recognised.added
+
+
+def test_the_sum_over_experts_of_rows_of_tokens():
+    block = ThirdFromTheLeft()
+    block.switch_mlp = Switch()
+    changed = recognise(ThirdFromTheLeft, "switch_mlp").kind
+    for shape, calls in (((3, 8), 1), ((2, 3, 8), 0)):
+        x, inds = mx.random.normal(shape), mx.random.randint(0, 9, (*shape[:-1], 4))
+        block.__class__, block.switch_mlp.calls = ThirdFromTheLeft, 0
+        expected = block(x, inds, inds.astype(mx.bfloat16))
+        block.__class__ = changed
+        assert same_bits(block(x, inds, inds.astype(mx.bfloat16)), expected)
+        assert block.switch_mlp.calls == calls
+
+
+@pytest.mark.parametrize(
+    "kind", [Block, StaysWide, InSteps, ByAFunction, TheOtherWayRound, InTwoNames]
+)
 def test_types_stay(kind):
     x, inds = mx.random.normal((2, 3, 8)), mx.random.randint(0, 9, (2, 3, 4))
     scores = mx.random.normal((2, 3, 4))
@@ -306,7 +509,10 @@ def routing_of(block, experts=6):
 def test_what_is_recognised():
     for kind in (Block, StaysWide, InSteps, RoutesElsewhere, RoutesTwice, TakesOthers):
         assert issubclass(recognise(kind, "switch_mlp").kind, kind)
-    for kind in (AnotherAxis, SomethingBetween, AnotherName, Twice, Inherits, InStepsAndUsed):
+    for kind in (
+        AnotherAxis, SomethingBetween, AnotherName, Twice, Inherits, InStepsAndUsed,
+        InTwoNamesAndUsed, ColumnOfOthers, SomethingElse,
+    ):  # fmt: skip
         assert recognise(kind, "switch_mlp") is None
     assert recognise(Block, "experts") is None  # it calls another module
     assert recognise(nn.Linear, "switch_mlp") is None

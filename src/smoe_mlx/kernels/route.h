@@ -10,7 +10,7 @@
   // and become O.
   // grid: y = token; one simdgroup.
   constexpr int OWN = (E + 31) / 32; // experts of a lane: lane, lane + 32, ...
-  constexpr bool ALONE = SIGMOID || SOFTPLUS; // a score depends on no other logit
+  constexpr bool ALONE = SIGMOID != 0 || SOFTPLUS != 0; // a score depends on no other logit
   const uint32_t start = sm_y * uint32_t(E);
   float most = -SM_INFINITY;
   float v[OWN];

@@ -153,8 +153,7 @@ def _leave_shared(body: list[ast.stmt], start: int, used: set[str]) -> int:
             return 0
     test, steps, rest = None, body[start + 1 :], []
     if isinstance(following, ast.If) and not following.orelse:
-        test, steps = following.test, following.body
-        rest = [ast.Expr(test), *body[start + 2 :]]
+        test, steps, rest = following.test, following.body, body[start + 2 :]
     inner: dict[str, ast.expr] = {}  # names that are made on the way
     for step in steps:
         match step:
@@ -177,8 +176,10 @@ def _leave_shared(body: list[ast.stmt], start: int, used: set[str]) -> int:
     unmade = inner.keys() | ({total} - {name})
     if any(_names(s, ast.Load) & unmade for s in rest):
         return 0
-    if test is not None and (name != total or step is not steps[-1]):
-        return 0
+    if test is not None:
+        of_this = _names(test, ast.Load) & {total, *inner}
+        if of_this or name != total or step is not steps[-1]:
+            return 0
     match _filled(term, inner):
         case ast.BinOp(
             ast.Call(ast.Attribute(ast.Name("mx"), "sigmoid")) as factor, ast.Mult(), term
