@@ -221,8 +221,13 @@ def test_what_is_added_to_the_sum(types, backend, emulate):
         factor = mx.random.normal((3, 1), key=mx.random.key(6))
         shared.append(factor.astype(factor_type))
     weights = weights._replace(shared=lambda: tuple(shared))
-    assert_exact(swiglu(128, 64, 4, 32, dtype), 3, 2, weights=weights, dtype=result)
+    geometry = swiglu(128, 64, 4, 32, dtype)
+    y = assert_exact(geometry, 3, 2, weights=weights, dtype=result)
     assert len(machine.names) == 2  # nothing but the two kernels
+    fused, arrays = FusedExperts(geometry), random_experts(geometry, 5)
+    x, slots = random_call(geometry, 5, 3, 2)
+    h = fused.first(arrays, x, slots)  # one by one, as where experts come later
+    assert same_bits(fused.second(arrays, h, slots, weights), y)
 
 
 def test_what_cannot_be_added_by_the_kernel(emulate):
@@ -1136,7 +1141,9 @@ def test_a_streamed_model_with_groups(emulate, fast, tiny):
     model, _ = load_model(folder, config=smoe_mlx.StreamingConfig(slots=1.0, kernels="fused"))
     got = model(tokens)
     assert any("smoe_route_" in name for name in machine.names)
-    assert "2 of 8 by sigmoid, 1 of 2 groups: right" in str(model._streaming.kernels)
+    kernels = model._streaming.kernels
+    assert "2 of 8 by sigmoid, 1 of 2 groups: right" in str(kernels)
+    assert {added for _, _, added in kernels._chosen} == {1}  # the shared expert's output
     assert mx.allclose(got, expected, 1e-3, 1e-4).item()
 
 
