@@ -1,15 +1,17 @@
 """Blocks that leave the weighted sum and the routing to kernels: what is recognised, and that the
 exchanged text computes what mlx-lm's own does."""
 
+import copy
 import sys
 from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from conftest import STREAMED, resident, same_bits
+from conftest import CONFIGS, STREAMED, random_model, resident, same_bits
 from mlx_lm.models import glm4_moe
 from mlx_lm.models.qwen3_moe import Qwen3MoeSparseMoeBlock
+from mlx_lm.models.switch_layers import SwitchGLU
 from test_exact import logits_of
 
 import smoe_mlx
@@ -537,6 +539,39 @@ def test_what_routing_is_recognised():
         assert OperationsRouter.calls == before + 1
 
 
+class ReshapesByAnother(Block):
+    """Groups as DeepSeek V2 makes them, of logits whose rows are in another order than x's."""
+
+    def __call__(self, x):
+        gates = self.gate(x).swapaxes(0, 1)
+        scores = mx.softmax(gates, axis=-1, precise=True)
+        rows, columns = x.shape[:2]
+        scores = scores.reshape(rows, columns, 3, -1)
+        best = scores.max(axis=-1, keepdims=True)
+        worst = mx.argpartition(best, kth=0, axis=-2)[..., :1, :]
+        scores = mx.put_along_axis(scores, worst, mx.array(0.0, scores.dtype), axis=-2)
+        scores = scores.reshape(rows, columns, -1)
+        k = self.top_k
+        inds = mx.argpartition(-scores, kth=k - 1, axis=-1)[..., :k]
+        scores = mx.take_along_axis(scores, inds, axis=-1)
+        y = self.switch_mlp(x, inds)
+        y = (y * scores[..., None]).sum(axis=-2)
+        return y
+
+
+@pytest.mark.parametrize(("shape", "calls"), [((3, 3, 8), 1), ((2, 3, 8), 0)])
+def test_a_router_is_used_where_shapes_say_the_same(shape, calls):
+    block, x = made(ReshapesByAnother), mx.random.normal(shape)
+    routing, expected = routing_of(block), block(x)
+    assert routing.router == FusedRouter(6, 3, False, False, False, groups=3, kept=2, greedy=True)
+    block.__class__ = routing.kind
+    block.switch_mlp.routes = lambda logits: True
+    block.switch_mlp.router = OperationsRouter(**vars(routing.router))
+    before = OperationsRouter.calls
+    assert same_bits(block(x), expected)
+    assert OperationsRouter.calls == before + calls
+
+
 def gate(**changes) -> nn.Module:
     """A block of GLM 4's, with attributes of its gate changed."""
     args = glm4_moe.ModelArgs.from_dict({
@@ -572,10 +607,70 @@ def test_the_numbers_of_a_router_are_found():
     assert routing_of(gate(top_k="three"), 32) is None
 
 
+SIGMOID = {"sigmoid": True, "biased": True}
+ROUTERS_OF = {
+    "deepseek_v2": FusedRouter(8, 2, False, False, False, groups=2, kept=1, greedy=True, scale=1.0),
+    "ernie4_5_moe": FusedRouter(8, 2, False, True, False, wide=True, least=1e-12),
+    "kimi_linear": FusedRouter(
+        8, 2, False, True, False, **SIGMOID, bias_in="narrow", eps=1e-20, scale=1.0
+    ),
+    "lfm2_moe": FusedRouter(
+        8, 2, False, True, True, **SIGMOID, bias_in="wide", eps=1e-6, scale=1.0
+    ),
+    "laguna": FusedRouter(8, 2, False, True, False, softplus=True, biased=True, wide=True),
+    "Klear": FusedRouter(8, 2, False, True, False, **SIGMOID, wide=True),
+    "bailing_moe": FusedRouter(
+        8, 2, False, True, True, wide=True, cast=True, eps=1e-20, scale=1.0
+    ),
+}  # fmt: skip
+
+
+def block_of(arch: str) -> nn.Module:
+    model = random_model(copy.deepcopy(CONFIGS[arch]))
+    switch = next(path for path, m in model.named_modules() if isinstance(m, SwitchGLU))
+    return dict(model.named_modules())[switch.rpartition(".")[0]]
+
+
+@pytest.mark.parametrize("arch", ROUTERS_OF)
+def test_routers_of(arch):
+    block = block_of(arch)
+    name = "experts" if arch == "Klear" else "switch_mlp"
+    recognised = recognise(type(block), name)
+    assert recognise_routing(block, recognised, name, 8).router == ROUTERS_OF[arch]
+
+
+def test_routers_of_other_lagunas_and_ernies():
+    block = block_of("laguna")
+    usual = ROUTERS_OF["laguna"]
+    for attributes, router in (
+        ({"score_func": "sigmoid"}, replace(usual, softplus=False, sigmoid=True)),
+        ({"softcap": 30.0}, replace(usual, wide=False, softplus=False, sigmoid=True)),
+        ({"score_func": "another"}, None),
+    ):
+        for name, value in attributes.items():
+            setattr(block.gate, name, value)
+        found = routing_of(block, 8)
+        assert (found and found.router) == router
+    block = block_of("ernie4_5_moe")
+    block.gate_act = nn.Sigmoid()
+    assert routing_of(block, 8).router == replace(ROUTERS_OF["ernie4_5_moe"], sigmoid=True)
+    block.gate_act = nn.Tanh()
+    assert routing_of(block, 8) is None
+
+
 def test_symbols():
     x, y = Symbol("x"), Symbol("y")
     do = on_symbols(lambda x, y: mx.sum(-x.T * y[..., :3].astype(mx.float16) / (2 - x), axis=-1))
     assert str(do(x, y)) == "(((-x.T) * y[..., :3].astype(mx.float16)) / (2 - x)).sum(axis=-1)"
+    for code, text in (
+        (lambda x: mx.expand_dims(x, axis=-1), "x[..., None]"),
+        (lambda x: mx.expand_dims(x, 1), "mx.expand_dims(x, 1)"),
+        (lambda x: x.shape[:2][1], "x.shape[1]"),
+        (lambda x: x.shape[:-1], "x.shape[:-1]"),
+        (lambda x: mx.flatten(x, -2, -1), "x.flatten(-2, -1)"),
+        (lambda x: nn.softplus(x), "nn.softplus(x)"),
+    ):
+        assert str(on_symbols(code)(x)) == text
     for depends_on_values in (
         lambda: bool(x), lambda: x == y, lambda: x != 1, lambda: x < y, lambda: list(x),
         lambda: x[::2], lambda: x.shape[0] == 1, lambda: x + mx.zeros(1), lambda: x.no_method(),
