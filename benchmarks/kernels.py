@@ -88,15 +88,53 @@ def self_tests() -> list[tuple[str, Geometry, nn.Module]]:
         geometry(1024, 512, 2, activation=nn.ReLU2(), gated=False, bias=True, dtype=bf16),
         *[geometry(2048, 768, bits) for bits in (3, 5, 6)],
         geometry(2880, 2880, 4, 32, activation=oai, bias=True, mode="mxfp4"),
+        geometry(2048, 768, 8, 32, mode="mxfp8"), geometry(2048, 768, 4, 16, mode="nvfp4"),
+        *[geometry(1024, 512, 4, activation=nn.GELU(approx), gated=False, bias=True, dtype=f16)
+          for approx in ("precise", "none", "fast")],
     ]  # fmt: skip
-    return [(f"{g} {type(a).__name__}{' bias' if g.up_bias else ''}", g, a) for g, a in cases]
+    names = [type(a).__name__ + getattr(a, "_approx", "").replace("none", "") for _, a in cases]
+    return [
+        (f"{g} {name}{' bias' if g.up_bias else ''}", g, a)
+        for name, (g, a) in zip(names, cases, strict=True)
+    ]
+
+
+def routers() -> list[FusedRouter]:
+    """Of well-known models, and one for each option."""
+    biased = {"sigmoid": True, "biased": True, "wide": True, "scale": 2.5}
+    return [
+        FusedRouter(128, 8, False, True, True),
+        FusedRouter(512, 10, False, True, True),
+        FusedRouter(8, 2, True, True, False),
+        FusedRouter(32, 4, True, True, True),
+        FusedRouter(128, 8, False, True, False, **biased),
+        FusedRouter(256, 8, False, True, False, **biased, groups=8, kept=4),
+        FusedRouter(
+            96, 5, False, True, True, sigmoid=True, biased=True, groups=32, kept=2, never=True,
+            wide=True, cast=True,
+        ),
+        # DeepSeek V2, Ernie 4.5, LFM2, Kimi Linear, Laguna
+        FusedRouter(160, 6, False, False, False, groups=8, kept=3, greedy=True, scale=16.0),
+        FusedRouter(64, 6, False, True, False, wide=True, least=1e-12),
+        FusedRouter(
+            32, 4, False, True, True, sigmoid=True, biased=True, bias_in="wide", eps=1e-6, scale=1.0
+        ),
+        FusedRouter(
+            256, 8, False, True, False, sigmoid=True, biased=True, bias_in="narrow", eps=1e-20,
+            scale=2.5,
+        ),
+        FusedRouter(256, 8, False, True, False, softplus=True, biased=True, wide=True),
+    ]  # fmt: skip
 
 
 def test_one(name: str, g: Geometry, activation: nn.Module) -> dict:
     fused, arrays = FusedExperts(g), selftest.random_experts(g, selftest.SLOTS)
     ways = [fused, selftest.operations(g, activation)]
-    mine, theirs = selftest.measure_errors(g, activation, arrays, ways)
-    fault = selftest.find_fault(fused, arrays, mine, theirs)
+    faults = [selftest.misses_fault(fused, arrays)]
+    for added in (1, 2):  # a shared expert's output, alone and times a factor
+        mine, theirs = selftest.measure_errors(g, activation, arrays, ways, added)
+        faults.append(selftest.find_fault(fused, arrays, mine, theirs))
+    fault = "; ".join(dict.fromkeys(filter(None, faults)))
     say(
         f"  {name:<44} error {mine.rms:.2e} (largest {mine.largest:.1e})   "
         f"mlx-lm {theirs.rms:.2e} ({theirs.largest:.1e})   {fault or 'ok'}"
@@ -104,8 +142,17 @@ def test_one(name: str, g: Geometry, activation: nn.Module) -> dict:
     return {"what": name, "error": mine.rms, "mlx_lm": theirs.rms, "fault": fault}
 
 
+def name_of(router: FusedRouter) -> str:
+    flags = ("by_logits", "norm", "last", "biased", "never", "wide", "cast", "greedy")
+    said = [name for name in flags if getattr(router, name)]
+    said += [f"bias_in={router.bias_in}"] * bool(router.bias_in)
+    numbers = {name: getattr(router, name) for name in ("eps", "least", "scale")}
+    said += [f"{name}={n:g}" for name, n in numbers.items() if n is not None]
+    return f"router, {router}: {' '.join(said)}"
+
+
 def test_router(router: FusedRouter) -> dict:
-    name = f"router, {router}{', by logits' * router.by_logits}"
+    name = name_of(router)
     fault = selftest.router_fault(router)
     logits = mx.random.normal((4096, router.experts)).astype(mx.bfloat16)
     bias = [mx.random.normal((router.experts,))] * router.biased
@@ -113,7 +160,7 @@ def test_router(router: FusedRouter) -> dict:
     mine = mx.concatenate([router(rows, *bias)[0] for rows in mx.split(logits, 256)])
     same = (mx.sort(mine, -1) == mx.sort(theirs, -1)).all(-1).mean().item()
     speedup = selftest.time_router(router)
-    say(f"  {name:<44} {speedup:.2f}x, the same experts for {same:.2%}   {fault or 'ok'}")
+    say(f"  {name:<64} {speedup:.2f}x, the same experts for {same:.2%}   {fault or 'ok'}")
     return {"what": name, "fault": fault, "speedup": speedup, "same": same}
 
 
@@ -349,16 +396,8 @@ def main() -> None:
             work = lambda: decode(args.model, args.shares, args.tokens, args.rounds)  # noqa: E731
             found["decode"] = step("decode", 60, work) or {}
     say("routers, against mlx-lm's operations:")
-    biased = {"sigmoid": True, "biased": True, "wide": True, "scale": 2.5}
-    for router in (
-        FusedRouter(128, 8, False, True, True),
-        FusedRouter(512, 10, False, True, True),
-        FusedRouter(8, 2, True, True, False),
-        FusedRouter(32, 4, True, True, True),
-        FusedRouter(128, 8, False, True, False, **biased),
-        FusedRouter(256, 8, False, True, False, **biased, groups=8, kept=4),
-    ):
-        add("routers", step(f"router {router}", 5, lambda r=router: test_router(r)))
+    for router in routers():
+        add("routers", step(name_of(router), 5, lambda r=router: test_router(r)))
     if args.sweep:
         say("time of the GPU for other tilings (simdgroups, lanes, rows, ahead, addition):")
         for name, shape in SHAPES.items():
@@ -375,7 +414,8 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
     wrong = [e["what"] for e in (*found["errors"], *found["routers"]) if e["fault"]]
-    say(f"{len(found['errors'])} geometries tested, {len(wrong)} wrong {wrong or ''}")
+    tested = f"{len(found['errors'])} geometries and {len(found['routers'])} routers tested"
+    say(f"{tested}, {len(wrong)} wrong {wrong or ''}")
     say(f"failed or left out: {found['failed'] or 'nothing'}")
     raise SystemExit(bool(wrong or any("left out" not in f for f in found["failed"])))
 

@@ -25,7 +25,7 @@ import mlx.core as mx
 from smoe_mlx.kernels import experts, route
 from smoe_mlx.kernels.experts import ACTIVATIONS, FusedExperts, Geometry, Tiling
 from smoe_mlx.kernels.route import FusedRouter
-from smoe_mlx.kernels.selftest import random_call, random_experts, random_weights
+from smoe_mlx.kernels.selftest import random_call, random_experts, random_weights, with_shared
 
 OPENCL = r"""
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
@@ -49,7 +49,7 @@ template <class T> T simd_shuffle_down(T, ushort);
 template <class T> T simd_shuffle_xor(T, ushort);
 template <class T> T simd_shuffle(T, ushort);
 template <class T, class U> T as_type(U u) { return __builtin_bit_cast(T, u); }
-namespace metal { float exp(float); float tanh(float); }
+namespace metal { float exp(float); float tanh(float); float log(float); float sqrt(float); }
 using namespace metal;
 """
 CLANG = """
@@ -159,6 +159,8 @@ def geometries() -> list[tuple[Geometry, Tiling]]:
         replace(usual, up=(8, 32), down=(8, 32), mode="mxfp8"),
         replace(usual, up=(4, 16), down=(4, 16), mode="nvfp4"),
         replace(usual, gated=False, activation=ACTIVATIONS["mlx.nn.layers.activations.ReLU2"]),
+        replace(usual, gated=False, activation="sm_gelu_precise(u)", up_bias=True, down_bias=True),
+        replace(usual, gated=False, activation="sm_gelu_none(u)"),
         replace(usual, activation=ACTIVATIONS["mlx_lm.models.gemma4_text.GeGLU"]),
     ]  # fmt: skip
     tilings = [
@@ -177,6 +179,10 @@ def routers() -> list[FusedRouter]:
         FusedRouter(128, 8, False, True, False, **biased),
         FusedRouter(256, 8, False, True, False, **biased, groups=8, kept=4),
         FusedRouter(128, 4, False, True, True, groups=4, kept=2, never=True, wide=True, cast=True),
+        FusedRouter(160, 6, False, False, False, groups=8, kept=3, greedy=True, scale=16.0),
+        FusedRouter(64, 6, False, True, False, wide=True, least=1e-12),
+        FusedRouter(256, 8, False, True, False, sigmoid=True, biased=True, bias_in="narrow"),
+        FusedRouter(256, 8, False, True, False, softplus=True, biased=True, wide=True),
     ]
 
 
@@ -206,6 +212,9 @@ def main() -> int:
                     x, slots = random_call(geometry, 1, 1, top_k)
                     fused(arrays, x, slots, random_weights(slots, geometry.dtype))
                 if tiling == Tiling():
+                    weights = random_weights(slots, geometry.dtype)
+                    for added in (1, 2):
+                        fused(arrays, x, slots, with_shared(weights, geometry.hidden, added))
                     fused(arrays, x, slots, lookup=mx.zeros((8,), mx.uint32))
                     fused.with_misses(arrays, x, slots, lookup=mx.zeros((8,), mx.uint32))
             for router in routers():

@@ -17,7 +17,7 @@ from conftest import random_tokens, resident, same_bits
 from emulator import Emulator, KernelFault
 from mlx_lm.models import activations, deepseek_v41, gemma4_text, kimi_k3, muse_spark, step3p5
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.models.switch_layers import SwiGLU
+from mlx_lm.models.switch_layers import SwiGLU, SwitchMLP
 
 import smoe_mlx
 from smoe_mlx import cli
@@ -110,7 +110,7 @@ def assert_exact(
     activation = SwiGLU() if activation is None else activation  # (an empty module is false)
     expected = reference(geometry, activation, arrays, x, chosen)
     if weights is not None:
-        expected = (expected * weights.scores[..., None].astype(F32)).sum(axis=-2)
+        expected = selftest.in_float32(weights).sum(expected)
     y = fused(arrays, x, chosen, weights)
     assert (y.shape, y.dtype) == (expected.shape, dtype or geometry.dtype)
     rounding = relative_error(expected.astype(y.dtype), expected)
@@ -199,6 +199,46 @@ def test_the_weighted_sum_with_biases_and_without_a_gate(emulate):
         geometry = replace(swiglu(128, 64, 4, 32, F32), gated=gated, activation=text)
         geometry = replace(geometry, up_bias=True, down_bias=True)
         assert_exact(geometry, 3, 2, activation, weights=weights)
+
+
+ADDED = [
+    # dtypes of x and scores, of the term, of the factor; of the result
+    (F32, F32, F32, F32),
+    (BF16, BF16, BF16, BF16),
+    (F16, F32, None, F32),
+    (BF16, BF16, None, BF16),
+]
+
+
+@pytest.mark.parametrize("backend", ["metal", "cuda"])
+@pytest.mark.parametrize("types", ADDED, ids=str)
+def test_what_is_added_to_the_sum(types, backend, emulate):
+    machine = emulate(backend)
+    dtype, term_type, factor_type, result = types
+    weights = random_weights(mx.zeros((3, 2)), dtype)
+    shared = [mx.random.normal((3, 128), key=mx.random.key(5)).astype(term_type)]
+    if factor_type is not None:
+        factor = mx.random.normal((3, 1), key=mx.random.key(6))
+        shared.append(factor.astype(factor_type))
+    weights = weights._replace(shared=lambda: tuple(shared))
+    geometry = swiglu(128, 64, 4, 32, dtype)
+    y = assert_exact(geometry, 3, 2, weights=weights, dtype=result)
+    assert len(machine.names) == 2  # nothing but the two kernels
+    fused, arrays = FusedExperts(geometry), random_experts(geometry, 5)
+    x, slots = random_call(geometry, 5, 3, 2)
+    h = fused.first(arrays, x, slots)  # one by one, as where experts come later
+    assert same_bits(fused.second(arrays, h, slots, weights), y)
+
+
+def test_what_cannot_be_added_by_the_kernel(emulate):
+    """It is added by operations: a number, a row for all, what is no float, a factor of columns."""
+    emulate()
+    geometry, weights = swiglu(128, 64, 4, 32, F32), random_weights(mx.zeros((3, 2)), F32)
+    row, column = mx.random.normal((128,)), mx.random.normal((3, 128))
+    ints = mx.arange(384).reshape(3, 128)
+    for shared in ((mx.array(2.5),), (row,), (ints,), (column, row), (column, mx.array([[3]]))):
+        more = weights._replace(shared=lambda shared=shared: shared)
+        assert_exact(geometry, 3, 2, weights=more, dtype=F32)
 
 
 @pytest.mark.parametrize(("up", "down"), [(4, 8), (8, 2)])
@@ -296,12 +336,55 @@ def test_gated_activations(activation, emulate):
     assert_exact(geometry, 3, 2, activation)
 
 
-def test_relu2_without_a_gate(emulate):
+UNGATED = [nn.ReLU2(), *map(nn.GELU, ("none", "precise", "tanh", "fast"))]
+
+
+@pytest.mark.parametrize("activation", UNGATED, ids=lambda a: getattr(a, "_approx", "ReLU2"))
+def test_activations_without_a_gate(activation, emulate):
     emulate()
-    geometry = replace(
-        swiglu(128, 64, 4, 32, F32), gated=False, activation=activation_text(nn.ReLU2(), False)
+    text = activation_text(activation, False)
+    assert_exact(
+        replace(swiglu(128, 64, 4, 32, F32), gated=False, activation=text), 3, 2, activation
     )
-    assert_exact(geometry, 3, 2, nn.ReLU2())
+
+
+@pytest.mark.parametrize("backend", ["metal", "cuda"])
+def test_gelu_far_out(backend, emulate):
+    """Against float64: where the tail vanishes, and at what is no number."""
+    machine = emulate(backend)
+    x = np.array([*np.linspace(-9, 9, 1021), -0.0, 60, -60, np.inf, np.nan], np.float32)
+    for approx, expected in {
+        "none": [v * math.erfc(-v / math.sqrt(2)) / 2 for v in x.astype(float)],
+        "fast": x.astype(float) / (1 + np.exp(-1.702 * x.astype(float))),
+    }.items():
+        text = kernel_text(backend, "expert", (), f"sm_gelu_{approx}(u)")
+        entry = text["source"].partition("constexpr")[0]
+        make = machine.metal_kernel if backend == "metal" else machine.cuda_kernel
+        source = (
+            entry + "const uint32_t at = sm_block * 32u + sm_lane; (void)sm_y; (void)sm_thread;"
+        )
+        source += "(void)sm_simd; o[at] = sm_activation(x[at], 0.0f);"
+        (o,) = make(
+            name=f"gelu_{approx}", input_names=["x"], output_names=["o"], source=source,
+            header=text["header"],
+        )(
+            [mx.pad(mx.array(x), (0, -len(x) % 32))], output_shapes=[(1056,)], output_dtypes=[F32],
+            grid=(1056, 1, 1), threadgroup=(32, 1, 1), template=[("T", F32)],
+        )  # fmt: skip
+        assert np.allclose(np.array(o)[: len(x)], expected, 1e-6, 4e-7, equal_nan=True)
+
+
+def test_phixtral_is_eligible():
+    """mlx-lm's own module: experts by fc1, GELU and fc2, with biases."""
+    module = SwitchMLP(128, 64, 4, bias=True)
+    tensors = [
+        replace(t, projection={"up_proj": "fc1", "down_proj": "fc2"}[t.projection])
+        for t in specs(bias=("up_proj", "down_proj"), dtype="F16")
+        if t.projection != "gate_proj"
+    ]
+    parts = {name: Projection(name, 64, 4, "affine") for name in ("fc1", "fc2")}
+    found = eligible(tensors, parts, module.activation)
+    assert (found.activation, found.gated, found.up_bias) == ("sm_gelu_precise(u)", False, True)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -319,7 +402,7 @@ def test_expert_biases(gated, emulate):
 
 
 def test_all_activations_are_tried():
-    tried = {f"{type(a).__module__}.{type(a).__qualname__}" for a in (*GATED, nn.ReLU2())}
+    tried = {f"{type(a).__module__}.{type(a).__qualname__}" for a in (*GATED, *UNGATED)}
     assert tried == set(ACTIVATIONS)
 
 
@@ -328,8 +411,12 @@ def test_activations_that_are_not_known():
         pass
 
     assert activation_text(SwiGLU(), True) is None
-    assert activation_text(nn.GELU(), False) is None
+    assert activation_text(nn.Mish(), False) is None
     assert activation_text(nn.ReLU2(), True) is None
+    assert activation_text(nn.GELU(), True) is None
+    odd = nn.GELU()
+    odd._approx = "none(u), exit"
+    assert activation_text(odd, False) is None
     assert activation_text(kimi_k3.SiTU(1.0, None), True) is None
     for limit in (0, -1.0, math.inf, math.nan, "7", mx.array(7.0)):
         assert activation_text(deepseek_v41.DeepseekV41SwiGLU(limit), True) is None
@@ -358,6 +445,10 @@ FAULTS = {
     "a missing slot counts": ("sm_activation(u, g) : 0.0f", "sm_activation(u, g) : 1.0f"),
     "NaN is lost": ("there ? sm_act", "there && u == u ? sm_act"),
     "one row is wrong": ("sm_activation(u, g) :", "sm_activation(u, row == 7u ? -g : g) :"),
+    "nothing is added": ("if (ADDED > 0) {", "if (false) {"),
+    "another token's is added": ("addend[size_t(sm_y)", "addend[size_t(sm_y ^ 1u)"),
+    "no factor": ("? float(factor[sm_y]) * more", "? more"),
+    "the first token's factor": ("float(factor[sm_y])", "float(factor[0])"),
 }
 
 
@@ -373,7 +464,8 @@ def test_faults_are_seen(fault, emulate, monkeypatch):
 
     emulate(change=change)
     fused, arrays = FusedExperts(SICK), random_experts(SICK, selftest.SLOTS)
-    mine, theirs = selftest.measure_errors(SICK, SwiGLU(), arrays, [fused, stock_way(SICK)])
+    ways = [fused, stock_way(SICK)]
+    mine, theirs = selftest.measure_errors(SICK, SwiGLU(), arrays, ways, added=2)
     found = find_fault(fused, arrays, mine, theirs)
     assert any(changed), "the kernel has changed"
     assert bool(found) == (fault != "nothing"), found
@@ -474,7 +566,31 @@ ROUTERS = [
         96, 5, False, True, True, **SIGMOID, groups=32, kept=2, never=True, wide=True, cast=True
     ),
     FusedRouter(40, 4, False, True, False, groups=4, kept=3, wide=True, eps=1e-20),
+    FusedRouter(160, 6, False, False, False, groups=8, kept=3, greedy=True, scale=16.0),
+    FusedRouter(64, 6, False, True, False, wide=True, least=0.75),
+    FusedRouter(32, 4, False, True, True, **SIGMOID, bias_in="wide", eps=1e-6, scale=1.5),
+    FusedRouter(96, 8, False, True, False, **SIGMOID, bias_in="narrow", eps=1e-20, scale=2.5),
+    FusedRouter(64, 4, False, True, False, **SIGMOID, groups=8, kept=3, bias_in="narrow"),
+    FusedRouter(40, 5, False, True, False, softplus=True, biased=True, wide=True),
+    FusedRouter(36, 3, False, False, True, softplus=True, scale=0.5),
 ]
+
+
+def exact_keys(router, logits, bias):
+    """(scores in float32, what is chosen by [..., E]): each step rounded once to its own type."""
+    dtype, scores = logits.dtype, logits.astype(F32)
+    if router.sigmoid:
+        scores = mx.sigmoid(scores)
+    elif router.softplus:
+        scores = mx.sqrt(mx.logaddexp(scores, 0))
+    else:
+        scores = mx.softmax(scores, axis=-1)
+    keys = scores if router.wide else scores.astype(dtype)
+    if bias and router.bias_in == "narrow":
+        keys = keys + bias[0].astype(keys.dtype)
+    elif bias:
+        keys = keys.astype(F32) + bias[0].astype(F32)
+    return scores, keys
 
 
 @pytest.mark.parametrize("router", ROUTERS, ids=str)
@@ -485,26 +601,74 @@ def test_routers(router, emulate):
     for dtype in (F32, BF16):
         shape = (2, 3, router.experts)
         logits = 3 * mx.random.normal(shape, key=mx.random.key(1)).astype(dtype)
-        if router.sigmoid and not router.wide and dtype != F32:
-            assert not router.fits(logits)
-            continue
         assert router.fits(logits)
         ids, weights = router(logits, *bias)
         stock_ids, stock_weights = selftest.route_operations(router)(logits, *bias)
         assert (ids.shape, weights.dtype) == (stock_ids.shape, stock_weights.dtype)
-        exact = logits.astype(F32)
-        exact = mx.sigmoid(exact) if router.sigmoid else mx.softmax(exact, axis=-1)
+        exact, keys = exact_keys(router, logits, bias)
         expected = mx.take_along_axis(exact, ids, axis=-1)
         if router.norm:
-            expected = expected / (expected.sum(axis=-1, keepdims=True) + (router.eps or 0.0))
+            total = expected.sum(axis=-1, keepdims=True) + (router.eps or 0.0)
+            expected = expected / mx.maximum(total, router.least or 0.0)
         expected = expected * (1.0 if router.scale is None else router.scale)
         rounding = relative_error(expected.astype(weights.dtype), expected)
         assert relative_error(weights, expected) <= 1.02 * rounding + 2e-6
-        # The same experts, up to those that mlx-lm's own rounding makes equal.
-        keys = exact if router.wide else exact.astype(dtype)
-        keys = keys + bias[0] if bias else keys
+        # The same experts, up to those that rounding makes equal.
+        if router.sigmoid and not router.wide and dtype != F32:
+            # (mlx-lm rounds within a sigmoid of 16 bits, too.)
+            if router.groups > 1:
+                continue
+            stock_ids = mx.argsort(keys, axis=-1)[..., -router.top_k :]
         mine, theirs = (mx.sort(mx.take_along_axis(keys, i, -1), -1) for i in (ids, stock_ids))
         assert mx.array_equal(mine, theirs).item()
+
+
+def test_types_in_which_a_bias_is_added(emulate):
+    """In bfloat16 256 + 1 is 256, and 1/284 is lost beside 1: then the first of equal ones wins."""
+    emulate()
+    logits = mx.array([[0.957, 0.957, 1.0, 90.0]], BF16)  # scores 185 / 256 twice, 187 / 256, 1
+    kind = FusedRouter(4, 1, False, False, False, **SIGMOID)
+    for bias_in, bias, dtype, expected in (
+        ("wide", [256.0, 256, 256, 0], F32, 2),
+        ("narrow", [256.0, 256, 256, 0], F32, 0),
+        ("", [256.0, 256, 256, 0], F32, 2),
+        ("", [256.0, 256, 256, 0], BF16, 0),
+        ("", [256.0, 256, 256, 0], F16, 2),  # of both: float32
+        ("narrow", [1.0, 1 + 0.9 / 256, 0, 0], F32, 0),  # the bias itself is rounded
+        ("wide", [1.0, 1 + 0.9 / 256, 0, 0], F32, 1),
+    ):
+        ids, _ = replace(kind, bias_in=bias_in)(logits, mx.array(bias, dtype))
+        assert ids.item() == expected, (bias_in, dtype)
+    grouped = FusedRouter(8, 1, False, False, False, **SIGMOID, groups=4, kept=1)
+    logits = mx.array([[90.0, 0, 0, 0, 0, 0, 0, 0]], BF16)
+    bias = mx.array([128.0, 128, 128, 128, 0, 0, 0, 0])
+    for bias_in, expected in (("wide", 0), ("narrow", 2)):  # 129 and 128 is 256, as 128 and 128
+        assert replace(grouped, bias_in=bias_in)(logits, bias)[0].item() == expected
+
+
+def test_greedy_groups(emulate):
+    """A group with the best expert is kept, though another's two best add up to more; what is left
+    out weighs nothing, should it be chosen all the same."""
+    emulate()
+    router = FusedRouter(6, 4, False, False, False, groups=3, kept=1, greedy=True)
+    logits = mx.log(mx.array([[0.3, 0.02, 0.28, 0.28, 0.06, 0.06]]))
+    ids, weights = router(logits)
+    assert ids.tolist() == [[0, 1, 2, 3]]
+    assert mx.allclose(weights, mx.array([[0.3, 0.02, 0, 0]]), 1e-5, 0).item()
+    ids, _ = replace(router, greedy=False)(logits)
+    assert ids.tolist()[0][:2] == [2, 3]
+
+
+@pytest.mark.parametrize("backend", ["metal", "cuda"])
+def test_softplus_far_out(backend, emulate):
+    """Against float64: log(1 + exp(x)) of small numbers is no logarithm of 1 in float32."""
+    emulate(backend)
+    x = np.array([-90, -80, -40, -17, -9, -3, -1e-3, 0, 1e-3, 2, 9, 30, 90], np.float32)
+    router = FusedRouter(13, 13, False, False, True, softplus=True)
+    ids, weights = router(mx.array(x[None]))
+    assert ids.tolist() == [[*range(13)]]
+    expected = np.sqrt(np.logaddexp(x.astype(float), 0))
+    assert np.allclose(np.array(weights)[0], expected, 1e-6, 0)
 
 
 @pytest.mark.parametrize("backend", ["metal", "cuda"])
@@ -538,6 +702,10 @@ PLAIN = (40, 4, False, False, True)
 GROUPED = FusedRouter(
     64, 4, False, True, False, **SIGMOID, groups=8, kept=2, wide=True, eps=0.1, scale=2.5
 )
+GREEDY = FusedRouter(160, 6, False, False, False, groups=8, kept=3, greedy=True, scale=16.0)
+LEAST = FusedRouter(64, 4, False, True, False, wide=True, least=0.99)
+SOFTPLUS = FusedRouter(64, 4, False, False, True, softplus=True, wide=True)
+NARROW = FusedRouter(64, 4, False, True, False, **SIGMOID, bias_in="narrow")
 
 
 @pytest.mark.parametrize(
@@ -549,7 +717,7 @@ GROUPED = FusedRouter(
         ("my_score / sum", "my_score / chosen", "other weights", FusedRouter(*PLAIN)),
         ("total == total", "true", "NaN", FusedRouter(40, 4, True, True, True)),
         ("total == total", "true", "NaN", GROUPED),
-        ("key[j] += float(correction[e])", "", "other experts", GROUPED),
+        ("static_cast<KEY>(float(correction[e]))", "0.0f", "other experts", GROUPED),
         ("v[j] < 0.0f ? small", "v[j] > 0.0f ? small", "other", GROUPED),
         ("rank += other < mine", "rank += other > mine", "other experts", GROUPED),
         ("first + second", "first", "other experts", GROUPED),
@@ -558,6 +726,12 @@ GROUPED = FusedRouter(
         ("NEVER ? -SM_INFINITY : 0.0f", "2.0f", "other experts", GROUPED),
         ("chosen + SM_AS_FLOAT(uint32_t(EPS))", "chosen", "other weights", GROUPED),
         ("* SM_AS_FLOAT(uint32_t(SCALE))", "", "other weights", GROUPED),
+        ("GREEDY ? first : two", "two", "other experts", GREEDY),
+        ("SM_AS_FLOAT(uint32_t(LEAST)))", "0.0f)", "other weights", LEAST),
+        ("SM_SQRT(sm_softplus(v[j]))", "sm_softplus(v[j])", "other", SOFTPLUS),
+        ("v > 0.0f ? v + tail : tail", "tail", "other experts", SOFTPLUS),
+        ("ALONE ? v[j] : v[j] / total", "v[j] / total", "other", replace(SOFTPLUS, biased=True)),
+        ("WIDE ? score : float(static_cast<T>(score))", "WIDE ? score : 0.0f", "other ex", NARROW),
     ],
 )  # fmt: skip
 def test_wrong_routers_are_seen(old, new, fault, router, emulate):
@@ -717,7 +891,9 @@ def test_compiled_calls_take_new_arrays(monkeypatch):
         for tokens in (1, 4):
             x, slots = random_call(geometry, 6, tokens, 2, seed)
             lookup = mx.random.permutation(6, key=mx.random.key(seed)).astype(mx.uint32)
-            for weights in (None, random_weights(slots, F32, seed=seed)):
+            plain_sum = random_weights(slots, F32, seed=seed)
+            one, two = (selftest.with_shared(plain_sum, 64, n) for n in (1, 2))
+            for weights in (None, plain_sum, one, two):
                 for table in (None, lookup):
                     y = compiled(arrays, x, slots, weights, table)
                     expected = plain(arrays, x, slots, weights, table)
@@ -970,7 +1146,9 @@ def test_a_streamed_model_with_groups(emulate, fast, tiny):
     model, _ = load_model(folder, config=smoe_mlx.StreamingConfig(slots=1.0, kernels="fused"))
     got = model(tokens)
     assert any("smoe_route_" in name for name in machine.names)
-    assert "2 of 8 by sigmoid, 1 of 2 groups: right" in str(model._streaming.kernels)
+    kernels = model._streaming.kernels
+    assert "2 of 8 by sigmoid, 1 of 2 groups: right" in str(kernels)
+    assert {added for _, _, added in kernels._chosen} == {1}  # the shared expert's output
     assert mx.allclose(got, expected, 1e-3, 1e-4).item()
 
 

@@ -338,8 +338,9 @@ def install(
             streamed.eval()  # here, since the parts of a MixedSwitch are not its children
             geometry = eligible(part.layout.tensors, part.projections, streamed.activation)
             streamed.fused = kernels.choose(
-                geometry, streamed.in_one, streamed.activation, recognised is not None
-            )
+                geometry, streamed.in_one, streamed.activation, recognised is not None,
+                0 if recognised is None else recognised.added,
+            )  # fmt: skip
             parts.append(streamed)
             layer += 1
         module: nn.Module = parts[0]

@@ -50,18 +50,20 @@ class KernelChooser:
         self.kernels = kernels
         self.fused = self.layers = 0
         self.reasons: list[str] = []
-        self._chosen: dict[tuple[Geometry, bool], FusedExperts | None] = {}
+        self._chosen: dict[tuple[Geometry, bool, int], FusedExperts | None] = {}
         self._routers: dict[FusedRouter, FusedRouter | None] = {}
 
     def choose(
-        self, geometry: Geometry | str, stock: Experts, activation: nn.Module, weighted: bool
-    ) -> FusedExperts | None:
+        self, geometry: Geometry | str, stock: Experts, activation: nn.Module, weighted: bool,
+        added: int = 0,
+    ) -> FusedExperts | None:  # fmt: skip
         """The kernels for a layer, or None: mlx-lm's operations.
 
         Args:
             geometry: from `eligible`.
             stock: mlx-lm's operations, to compare with.
             weighted: the block around leaves the weighted sum to them.
+            added: how many arrays `Weights.shared` makes then.
         """
         self.layers += 1
         if self.kernels == "stock":
@@ -72,26 +74,26 @@ class KernelChooser:
         if isinstance(geometry, str):
             self._say(geometry, warn=self.kernels == "fused")
             return None
-        key = geometry, weighted
+        key = geometry, weighted, added
         if key not in self._chosen:
-            self._chosen[key] = self._decide(geometry, stock, activation, weighted)
+            self._chosen[key] = self._decide(geometry, stock, activation, weighted, added)
         chosen = self._chosen[key]
         self.fused += chosen is not None
         return chosen
 
     def _decide(
-        self, geometry: Geometry, stock: Experts, activation: nn.Module, weighted: bool
+        self, geometry: Geometry, stock: Experts, activation: nn.Module, weighted: bool, added: int
     ) -> FusedExperts | None:
         fused = FusedExperts(geometry)
         try:
-            key = _key(geometry, weighted)
+            key = _key(geometry, weighted, added)
             verdict = VERDICTS.entries().get(key)
             if verdict is None:
-                verdict = self_test(fused, stock, activation, weighted)
+                verdict = self_test(fused, stock, activation, weighted, added)
                 with contextlib.suppress(OSError):  # then it is found again next time
                     VERDICTS.add(key, verdict)
             elif not verdict.fault:
-                try_launch(fused)
+                try_launch(fused, added)
         except Exception as e:  # whatever MLX, a driver or a compiler raises
             self._say(f"{geometry}: {str(e).strip() or type(e).__name__:.300}", warn=True)
             return None
@@ -148,12 +150,12 @@ class KernelChooser:
 # ---- verdicts, remembered ------------------------------------------------------------------------
 
 
-def _key(geometry: Geometry, weighted: bool) -> str:
+def _key(geometry: Geometry, weighted: bool, added: int = 0) -> str:
     """All that a verdict depends on, in a hash."""
     bodies = (("expert", geometry.activation), ("expert", "u"), ("sum", ""))
     texts = [kernel_text(backend() or "", body, (), a)["name"] for body, a in bodies]
     versions = [module.__version__ for module in (mx, mlx_lm)]
-    parts: list[Any] = [*versions, platform.platform(), names(), texts, weighted, Tiling()]
+    parts: list[Any] = [*versions, platform.platform(), names(), texts, weighted, added, Tiling()]
     parts.append({**vars(geometry), "dtype": str(geometry.dtype)})
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -136,6 +136,35 @@ SM_FN float sm_silu(float v) {
   return v / (1.0f + SM_EXP(-v));
 }
 
+// log(1 + exp(v)). Metal has no log1p: the quotient takes back what rounding 1 + e did.
+SM_FN float sm_softplus(float v) {
+  const float e = SM_EXP(v < 0.0f ? v : -v);
+  const float u = 1.0f + e;
+  const float tail = u == 1.0f ? e : SM_LOG(u) * (e / (u - 1.0f));
+  return v > 0.0f ? v + tail : tail;
+}
+
+// GELU's forms, by MLX's names for them ("precise" and "tanh" are one).
 SM_FN float sm_gelu_tanh(float v) {
   return 0.5f * v * (1.0f + SM_TANH(0.7978845608028654f * (v + 0.044715f * v * v * v)));
+}
+
+SM_FN float sm_gelu_precise(float v) {
+  return sm_gelu_tanh(v);
+}
+
+SM_FN float sm_gelu_fast(float v) {
+  return v * sm_sigmoid(1.702f * v);
+}
+
+// Exact to 1e-7: Metal has no erf. Abramowitz and Stegun 7.1.26, of the tail alone.
+SM_FN float sm_gelu_none(float v) {
+  const float x = (v < 0.0f ? -v : v) * 0.7071067811865476f;
+  const float t = 1.0f / (1.0f + 0.3275911f * x);
+  float sum = 1.061405429f * t - 1.453152027f;
+  sum = sum * t + 1.421413741f;
+  sum = sum * t - 0.284496736f;
+  sum = sum * t + 0.254829592f;
+  const float tail = 0.5f * sum * t * SM_EXP(-x * x);
+  return v * (v < 0.0f ? tail : 1.0f - tail);
 }

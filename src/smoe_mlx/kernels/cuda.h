@@ -12,6 +12,8 @@
 #define SM_SHUFFLE_XOR(v, m) __shfl_xor_sync(0xffffffffu, v, m)
 #define SM_EXP(v) expf(v)
 #define SM_TANH(v) tanhf(v)
+#define SM_LOG(v) logf(v)
+#define SM_SQRT(v) sqrtf(v)
 // No load is moved past it (one by __ldg would be).
 #define SM_LOADED() __syncwarp()
 #define SM_UNROLL _Pragma("unroll")

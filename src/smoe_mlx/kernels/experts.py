@@ -5,8 +5,10 @@ it, the weighted sum over a token's experts. What is between them, and every sum
 pair (token, expert) is computed the same way whatever else is in the call.
 """
 
+import functools
 import hashlib
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,12 +37,12 @@ ABSENT = 0xFFFFFFFF  # a slot number that no bank has
 # Names of a tensor in the kernels: a letter, then "u" (up, down, fc1 or fc2) or "g" (gate).
 LETTERS = {"weight": "w", "scales": "s", "biases": "b", "bias": "a"}
 STAND_INS = {
-    "lookup": "slot", "correction": "logits", "bu": "su", "au": "su", "wg": "wu", "sg": "su",
-    "bg": "su", "ag": "su",
+    "lookup": "slot", "correction": "logits", "addend": "score", "factor": "score", "bu": "su",
+    "au": "su", "wg": "wu", "sg": "su", "bg": "su", "ag": "su",
 }  # fmt: skip
 
 # What mlx-lm's activations compute, of u (the up projection's output, or fc1's) and g (the gate's).
-# Braces name numbers that the activation has as attributes.
+# Braces name numbers that the activation has as attributes, or a word.
 ACTIVATIONS = {
     "mlx_lm.models.switch_layers.SwiGLU": "sm_silu(g) * u",
     "mlx_lm.models.muse_spark.PreciseSwiGLU": "sm_silu(g) * u",
@@ -54,6 +56,7 @@ ACTIVATIONS = {
     "mlx_lm.models.kimi_k3.SiTU": "{beta} * SM_TANH(g / {beta}) * sm_sigmoid(g)"
     " * ({linear_beta} * SM_TANH(u / {linear_beta}))",
     "mlx.nn.layers.activations.ReLU2": "sm_at_least(u, 0.0f) * sm_at_least(u, 0.0f)",
+    "mlx.nn.layers.activations.GELU": "sm_gelu_{_approx}(u)",
 }
 
 
@@ -150,12 +153,15 @@ def activation_text(activation: object, gated: bool) -> str | None:
     text = ACTIVATIONS.get(f"{kind.__module__}.{kind.__qualname__}")
     if text is None or ("g" in re.findall(r"\b\w+\b", text)) != gated:
         return None
-    numbers = {}
+    numbers: dict[str, str] = {}
     for name in re.findall(r"{(\w+)}", text):
         value = getattr(activation, name, None)
-        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        if name == "_approx" and value in ("none", "precise", "tanh", "fast"):
+            numbers[name] = value
+        elif isinstance(value, (int, float)) and 0 < value < math.inf:
+            numbers[name] = f"{float(value)!r}f"
+        else:
             return None
-        numbers[name] = f"{float(value)!r}f"
     return text.format(**numbers)
 
 
@@ -242,16 +248,19 @@ class Tiling(NamedTuple):
 class Weights(NamedTuple):
     """What a block does with the experts' outputs y [..., k, D]: `(y * scores[..., None]).sum(-2)`.
 
-    scores: [..., k]. cast: the sum is brought back to y's dtype.
+    scores: [..., k]. cast: the sum is brought back to y's dtype. shared: makes what is added then
+    (say a shared expert's output), [..., D], and perhaps a factor of it [..., 1].
     """
 
     scores: mx.array
     cast: bool = False
+    shared: Callable[[], tuple[mx.array, ...]] | None = None
 
     def sum(self, y: mx.array) -> mx.array:
         """[..., k, D] -> [..., D], by mlx-lm's operations."""
         out = (y * self.scores[..., None]).sum(axis=-2)
-        return out.astype(y.dtype) if self.cast else out
+        out = out.astype(y.dtype) if self.cast else out
+        return out if self.shared is None else out + functools.reduce(operator.mul, self.shared())
 
 
 class FusedExperts:
@@ -281,7 +290,7 @@ class FusedExperts:
         self._up = [(name, kind) for name in ups for kind in up]
         self._down = [("down_proj" if g.gated else "fc2", kind) for kind in down]
         self._kernels: dict[tuple[str, ...], Kernel] = {}
-        self._calls: dict[tuple[bool, ...], Callable[..., list[mx.array]]] = {}
+        self._calls: dict[tuple[int, ...], Callable[..., list[mx.array]]] = {}
 
     def fits(self, x: mx.array, slots: mx.array) -> bool:
         """Whether this call can be computed here."""
@@ -334,25 +343,30 @@ class FusedExperts:
         lookup: mx.array | None,
     ) -> list[mx.array]:
         given = [x, slots]
+        added: tuple[mx.array, ...] = ()
         if weights is not None:
-            given.append(weights.scores)
+            added = () if weights.shared is None else weights.shared()
+            given += [weights.scores, *added]
         if lookup is not None:
             given.append(lookup)
         cast = weights is not None and weights.cast
-        way = (weights is not None, cast, lookup is not None, misses)
+        way = (weights is not None, cast, len(added), lookup is not None, misses)
         call = self._calls.get(way)
         if call is None:
             call = self._calls[way] = self._make_call(*way)
         return call(*given, *[arrays[key] for key in (*self._up, *self._down)])
 
     def _make_call(
-        self, weighted: bool, cast: bool, looked_up: bool, misses: bool
+        self, weighted: bool, cast: bool, added: int, looked_up: bool, misses: bool
     ) -> Callable[..., list[mx.array]]:
         """Both kernels as a function of arrays alone."""
 
         def call(x: mx.array, slots: mx.array, *more: mx.array) -> list[mx.array]:
             given = list(more)
             weights = Weights(given.pop(0), cast) if weighted else None
+            if weights is not None and added:
+                terms = tuple(given.pop(0) for _ in range(added))
+                weights = weights._replace(shared=lambda: terms)
             lookup = given.pop(0) if looked_up else None
             arrays = dict(zip((*self._up, *self._down), given, strict=True))
             h, *missing = self._first(misses, arrays, x, slots, lookup)
@@ -410,10 +424,20 @@ class FusedExperts:
             )  # fmt: skip
             return y.reshape(*slots.shape, g.hidden)
         dtype = g.dtype if weights.cast else result_type(g.dtype, weights.scores.dtype)
+        inputs["score"] = weights.scores
+        if weights.shared is not None:
+            added, shape = weights.shared(), slots.shape[:-1]
+            shapes = [(*shape, g.hidden), (*shape, 1)][: len(added)]
+            if [a.shape for a in added] != shapes or not {a.dtype for a in added} <= {*DTYPES}:
+                y = self.second(arrays, h, slots, weights._replace(shared=None), lookup)
+                return y + functools.reduce(operator.mul, added)
+            inputs |= zip(("addend", "factor"), added)  # noqa: B905 (the second may lack)
+            dtype = functools.reduce(result_type, [dtype, *(a.dtype for a in added)])
+            constants["ADDED"] = len(added)
         (y,) = self._launch(
-            "sum", "", {**inputs, "score": weights.scores}, lookup, arrays, self._down,
-            {"MAX_TOP_K": MAX_TOP_K, **constants}, (slots.size // top_k, g.hidden), dtype, top_k,
-            tiling.simd_rows,
+            "sum", "", inputs, lookup, arrays, self._down,
+            {"MAX_TOP_K": MAX_TOP_K, "ADDED": 0, **constants}, (slots.size // top_k, g.hidden),
+            dtype, top_k, tiling.simd_rows,
         )  # fmt: skip
         return y.reshape(*slots.shape[:-1], g.hidden)
 

@@ -16,6 +16,8 @@
 #define SM_SHUFFLE_XOR(v, m) simd_shuffle_xor(v, ushort(m))
 #define SM_EXP(v) metal::exp(v)
 #define SM_TANH(v) metal::tanh(v)
+#define SM_LOG(v) metal::log(v)
+#define SM_SQRT(v) metal::sqrt(v)
 #define SM_LOADED() simdgroup_barrier(mem_flags::mem_none)
 #define SM_UNROLL _Pragma("clang loop unroll(full)")
 #define SM_NO_UNROLL _Pragma("clang loop unroll(disable)")

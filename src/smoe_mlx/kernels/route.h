@@ -1,13 +1,16 @@
   // ids, scores [tokens, TOP_K]: a token's experts and their weights, from its logits [tokens, E].
   //
-  // An expert's score is SIGMOID of its logit, else softmax over all; in float if WIDE, else rounded
-  // to T. BY_LOGITS: choose by logits, else by scores, plus correction [E] if BIASED. Of GROUPS, the
-  // experts of those DROP whose best two add up to least count as 0, or with NEVER as -infinity.
-  // Of equal ones the first is chosen, with LAST the last, and the order is then ascending: what
-  // mlx-lm's argpartition does, which sorts on a GPU. NORM: weights are scores divided by their sum
-  // plus EPS. They are multiplied by SCALE (both are a float's bits), and become O.
+  // An expert's score is SIGMOID of its logit, or the root of its SOFTPLUS, else softmax over all; in
+  // float if WIDE, else rounded to T. BY_LOGITS: choose by logits, else by scores, plus correction [E]
+  // if BIASED, rounded to KEY. Of GROUPS, the experts of those DROP whose best two add up to least
+  // count as 0, or with NEVER as -infinity; with GREEDY those whose best one is least, and their
+  // scores are 0 then. Of equal ones the first is chosen, with LAST the last, and the order is then
+  // ascending: what mlx-lm's argpartition does, which sorts on a GPU. NORM: weights are scores divided
+  // by their sum plus EPS, or by LEAST. They are multiplied by SCALE (all three are a float's bits),
+  // and become O.
   // grid: y = token; one simdgroup.
   constexpr int OWN = (E + 31) / 32; // experts of a lane: lane, lane + 32, ...
+  constexpr bool ALONE = SIGMOID != 0 || SOFTPLUS != 0; // a score depends on no other logit
   const uint32_t start = sm_y * uint32_t(E);
   float most = -SM_INFINITY;
   float v[OWN];
@@ -31,6 +34,9 @@
       const uint32_t e = uint32_t(32 * j) + sm_lane;
       const float small = 1.0f / (1.0f + SM_EXP(v[j] < 0.0f ? -v[j] : v[j])); // as MLX computes it
       v[j] = e < uint32_t(E) ? (v[j] < 0.0f ? small : 1.0f - small) : 0.0f;
+    } else if (SOFTPLUS) {
+      const uint32_t e = uint32_t(32 * j) + sm_lane;
+      v[j] = e < uint32_t(E) ? SM_SQRT(sm_softplus(v[j])) : 0.0f;
     } else {
       v[j] = SM_EXP(v[j] - most);
     }
@@ -46,16 +52,17 @@
     const uint32_t e = uint32_t(32 * j) + sm_lane;
     left |= e < uint32_t(E) ? 1u << j : 0u;
     if (!BY_LOGITS) {
-      const float score = SIGMOID ? v[j] : v[j] / total;
+      const float score = ALONE ? v[j] : v[j] / total;
       key[j] = WIDE ? score : float(static_cast<T>(score));
       if (BIASED && e < uint32_t(E)) {
-        key[j] += float(correction[e]);
+        key[j] += float(static_cast<KEY>(float(correction[e])));
+        key[j] = float(static_cast<KEY>(key[j]));
       }
     }
   }
   if (DROP > 0) {
     constexpr uint32_t SIZE = E / GROUPS;
-    float mine = 0.0f; // what the best two of group sm_lane add up to
+    float mine = 0.0f; // the best of group sm_lane, or what its best two add up to
     SM_NO_UNROLL
     for (uint32_t g = 0u; g < uint32_t(GROUPS); g++) {
       float first = -SM_INFINITY;
@@ -76,7 +83,8 @@
         second = low > second ? low : second;
         first = other > first ? other : first;
       }
-      mine = sm_lane == g ? first + second : mine;
+      const float two = float(static_cast<KEY>(first + second));
+      mine = sm_lane == g ? (GREEDY ? first : two) : mine;
     }
     uint32_t rank = 0u; // of group sm_lane
     SM_NO_UNROLL
@@ -89,6 +97,7 @@
       const uint32_t g = (uint32_t(32 * j) + sm_lane) / SIZE;
       if (SM_SHUFFLE(rank, g % 32u) < uint32_t(DROP)) {
         key[j] = NEVER ? -SM_INFINITY : 0.0f;
+        v[j] = GREEDY ? 0.0f : v[j];
       }
     }
   }
@@ -134,7 +143,8 @@
       my_score = score;
     }
   }
-  float sum = NORM ? chosen + SM_AS_FLOAT(uint32_t(EPS)) : SIGMOID ? 1.0f : total;
+  const float all = sm_at_least(chosen + SM_AS_FLOAT(uint32_t(EPS)), SM_AS_FLOAT(uint32_t(LEAST)));
+  float sum = NORM ? all : ALONE ? 1.0f : total;
   sum = total == total ? sum : total; // NaN stays NaN
   if (sm_lane < uint32_t(TOP_K)) {
     ids[sm_y * uint32_t(TOP_K) + sm_lane] = my_id;

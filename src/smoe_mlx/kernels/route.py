@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .experts import DTYPES, MAX_TOKENS, MAX_TOP_K, Kernel, backend, make_kernel
+from .experts import DTYPES, MAX_TOKENS, MAX_TOP_K, Kernel, backend, make_kernel, result_type
 
 MAX_EXPERTS = 1024  # 32 for each lane
 MAX_GROUPS = 32  # one for each lane
@@ -32,6 +32,11 @@ class FusedRouter:
         cast: wide weights are brought back to the logits' dtype.
         eps: is added to the sum that weights are divided by.
         scale: of weights.
+        softplus: scores are the root of a logit's softplus.
+        bias_in: the type in which scores and bias are added: "" that of both, "wide" float32,
+            "narrow" the scores' own.
+        greedy: groups are kept by their best expert alone, and scores of others are 0.
+        least: the least sum that weights are divided by.
     """
 
     experts: int
@@ -48,16 +53,18 @@ class FusedRouter:
     cast: bool = False
     eps: float | None = None
     scale: float | None = None
+    softplus: bool = False
+    bias_in: str = ""
+    greedy: bool = False
+    least: float | None = None
 
     def __str__(self) -> str:
-        kind = "sigmoid" if self.sigmoid else "softmax"
+        kind = "sigmoid" if self.sigmoid else "softplus" if self.softplus else "softmax"
         groups = f", {self.kept} of {self.groups} groups" if self.groups > 1 else ""
         return f"{self.top_k} of {self.experts} by {kind}{groups}"
 
     def fits(self, logits: mx.array) -> bool:
         """Whether this call can be computed here."""
-        # (Else, where these are not float32, mlx-lm rounds each step.)
-        narrow = (self.sigmoid or self.biased or self.groups > 1) and not self.wide
         return (
             logits.shape[-1] == self.experts <= MAX_EXPERTS
             and 0 < self.top_k <= min(MAX_TOP_K, self.experts)
@@ -65,7 +72,7 @@ class FusedRouter:
             and self.experts % self.groups == 0
             and (self.groups == 1 or self.groups < self.experts)  # two in each
             and 0 < logits.size <= MAX_TOKENS * self.experts
-            and logits.dtype in ((mx.float32,) if narrow else DTYPES)
+            and logits.dtype in DTYPES
             and backend() is not None
         )
 
@@ -73,9 +80,12 @@ class FusedRouter:
         """logits [..., E], bias [E] -> experts [..., k] uint32, weights [..., k]."""
         rows, shape = logits.reshape(-1, self.experts), (*logits.shape[:-1], self.top_k)
         dtype = mx.float32 if self.wide and not self.cast else logits.dtype
+        key = mx.float32 if self.wide or self.bias_in == "wide" else logits.dtype
+        if bias is not None and not self.bias_in:
+            key = result_type(key, bias.dtype)
         ids, scores = self._kernel(
             inputs=[rows] if bias is None else [rows, bias],
-            template=[("T", logits.dtype), ("O", dtype), *self._constants],
+            template=[("T", logits.dtype), ("O", dtype), ("KEY", key), *self._constants],
             output_shapes=[shape, shape],
             output_dtypes=[mx.uint32, dtype],
             grid=(32, rows.shape[0], 1),
@@ -90,12 +100,13 @@ class FusedRouter:
 
     @functools.cached_property
     def _constants(self) -> list[tuple[str, int]]:
-        numbers = self.eps or 0.0, 1.0 if self.scale is None else self.scale
-        eps, scale = struct.unpack("2i", struct.pack("2f", *numbers))  # their bits
+        numbers = self.eps or 0.0, self.least or 0.0, 1.0 if self.scale is None else self.scale
+        eps, least, scale = struct.unpack("3i", struct.pack("3f", *numbers))  # their bits
         constants = {
             "E": self.experts, "TOP_K": self.top_k, "BY_LOGITS": self.by_logits,
             "NORM": self.norm, "LAST": self.last, "SIGMOID": self.sigmoid, "BIASED": self.biased,
             "GROUPS": self.groups, "DROP": self.groups - self.kept, "NEVER": self.never,
-            "WIDE": self.wide, "EPS": eps, "SCALE": scale,
+            "WIDE": self.wide, "EPS": eps, "LEAST": least, "SCALE": scale,
+            "SOFTPLUS": self.softplus, "GREEDY": self.greedy,
         }  # fmt: skip
         return [(name, int(n)) for name, n in constants.items()]

@@ -140,23 +140,47 @@ def random_weights(slots: mx.array, dtype: mx.Dtype, cast: bool = True, seed: in
     return Weights(scores.astype(dtype), cast)
 
 
+def with_shared(weights: Weights, hidden: int, added: int) -> Weights:
+    """The same with one or two random arrays for `Weights.shared`, of the scores' dtype."""
+    shape, dtype = weights.scores.shape[:-1], weights.scores.dtype
+    keys = mx.random.split(mx.random.key(3000), 2)
+    term = mx.random.normal((*shape, hidden), key=keys[0]).astype(dtype)
+    factor = mx.random.uniform(shape=(*shape, 1), key=keys[1]).astype(dtype)
+    return weights._replace(shared=lambda: (term, factor)[:added])
+
+
+def in_float32(weights: Weights) -> Weights:
+    """The same numbers in float32, and so is their sum."""
+    shared = weights.shared
+    wide = Weights(weights.scores.astype(mx.float32))
+    if shared is None:
+        return wide
+    return wide._replace(shared=lambda: tuple(a.astype(mx.float32) for a in shared()))
+
+
 def measure_errors(
-    geometry: Geometry, activation: nn.Module, arrays: Arrays, ways: Sequence[Experts]
-) -> list[Errors]:
-    """The errors of each way of computing the experts, and their weighted sums, over `CASES`."""
+    geometry: Geometry, activation: nn.Module, arrays: Arrays, ways: Sequence[Experts],
+    added: int = 0,
+) -> list[Errors]:  # fmt: skip
+    """The errors of each way of computing the experts, and their weighted sums, over `CASES`.
+
+    Args:
+        added: so many arrays are added to other weighted sums.
+    """
     sums, largest = [0.0] * len(ways), [0.0] * len(ways)
     for tokens, top_k in CASES:
         x, slots = random_call(geometry, SLOTS, tokens, top_k)
         each = reference(geometry, activation, arrays, x, slots)
-        for weights in (None, random_weights(slots, geometry.dtype)):
-            expected = each
-            if weights is not None:
-                expected = Weights(weights.scores.astype(mx.float32)).sum(each)
+        plain = random_weights(slots, geometry.dtype)
+        more = [with_shared(plain, geometry.hidden, added)] if added else []
+        kinds: list[Weights | None] = [None, plain, *more]
+        for weights in kinds:
+            expected = each if weights is None else in_float32(weights).sum(each)
             unit = mx.sqrt(mx.square(expected).mean())
             for i, way in enumerate(ways):
                 off = (way(arrays, x, slots, weights).astype(mx.float32) - expected) / unit
                 # Not max() of Python, which forgets NaN.
-                sums[i] += float(mx.square(off).mean()) / (2 * len(CASES))
+                sums[i] += float(mx.square(off).mean()) / (len(kinds) * len(CASES))
                 worst = float(mx.abs(off).max())
                 largest[i] = worst if not worst <= largest[i] else largest[i]
     return [Errors(s**0.5, w) for s, w in zip(sums, largest, strict=True)]
@@ -278,16 +302,18 @@ class Verdict:
 
 
 def self_test(
-    fused: FusedExperts, stock: Experts, activation: nn.Module, weighted: bool = True
-) -> Verdict:
+    fused: FusedExperts, stock: Experts, activation: nn.Module, weighted: bool = True,
+    added: int = 0,
+) -> Verdict:  # fmt: skip
     """Compare the kernels with the reference and with `stock`, and time both.
 
     Args:
         weighted: time them with the weighted sum.
+        added: test other sums too, to which so many arrays are added.
     """
     g = fused.geometry
     arrays = random_experts(g, SLOTS)
-    mine, theirs = measure_errors(g, activation, arrays, [fused, stock])
+    mine, theirs = measure_errors(g, activation, arrays, [fused, stock], added)
     fault = find_fault(fused, arrays, mine, theirs)
     # Others for timing: the CPU has looked at these, which on CUDA moves them to slower memory.
     arrays = random_experts(g, SLOTS, seed=1)
@@ -298,13 +324,16 @@ def self_test(
     return Verdict(fault, mine.rms, theirs.rms, speedup)
 
 
-def try_launch(fused: FusedExperts) -> None:
+def try_launch(fused: FusedExperts, added: int = 0) -> None:
     """Compile and run every kernel once: what fails here would fail while a model runs."""
     g = fused.geometry
     arrays = random_experts(g, 1)
     for top_k in (1, 8):  # MLX gives inputs of fewer than 8 numbers another type on Metal
         x, slots = random_call(g, 1, 1, top_k)
-        mx.eval(fused(arrays, x, slots), fused(arrays, x, slots, random_weights(slots, g.dtype)))
+        weights = random_weights(slots, g.dtype)
+        mx.eval(fused(arrays, x, slots), fused(arrays, x, slots, weights))
+        if added:
+            mx.eval(fused(arrays, x, slots, with_shared(weights, g.hidden, added)))
 
 
 # ---- routers -------------------------------------------------------------------------------------
@@ -316,15 +345,21 @@ def route_operations(router: FusedRouter) -> Callable[..., tuple[mx.array, mx.ar
 
     def route(logits: mx.array, bias: Any = None) -> tuple[mx.array, mx.array]:
         keys = scores = logits if r.by_logits else _scores(r, logits)
-        if r.biased:
-            keys = scores + bias
+        if r.biased and r.bias_in == "narrow":
+            keys = scores + bias.astype(scores.dtype)
+        elif r.biased:
+            keys = (scores.astype(mx.float32) if r.bias_in == "wide" else scores) + bias
         if r.kept < r.groups:
             keys = mx.unflatten(keys, axis=-1, shape=(r.groups, -1))
-            best = mx.topk(keys, 2, axis=-1).sum(axis=-1, keepdims=True)
+            if r.greedy:
+                best = keys.max(axis=-1, keepdims=True)
+            else:
+                best = mx.topk(keys, 2, axis=-1).sum(axis=-1, keepdims=True)
             drop = r.groups - r.kept
             worst = mx.argpartition(best, kth=drop - 1, axis=-2)[..., :drop, :]
             nothing = mx.array(-mx.inf if r.never else 0.0, scores.dtype)
             keys = mx.flatten(mx.put_along_axis(keys, worst, nothing, axis=-2), -2, -1)
+            scores = keys if r.greedy else scores
         if r.last:
             ids = mx.argpartition(keys, kth=-k, axis=-1)[..., -k:]
         else:
@@ -334,7 +369,8 @@ def route_operations(router: FusedRouter) -> Callable[..., tuple[mx.array, mx.ar
             weights = _scores(r, weights)
         elif r.norm:
             total = weights.sum(axis=-1, keepdims=True)
-            weights = weights / (total if r.eps is None else total + r.eps)
+            total = total if r.eps is None else total + r.eps
+            weights = weights / (total if r.least is None else mx.maximum(total, r.least))
         if r.scale is not None:
             weights = weights * r.scale
         return ids, weights.astype(logits.dtype) if r.cast else weights
@@ -347,6 +383,8 @@ def _scores(router: FusedRouter, logits: mx.array) -> mx.array:
         logits = logits.astype(mx.float32)
     if router.sigmoid:
         return mx.sigmoid(logits)
+    if router.softplus:
+        return mx.sqrt(nn.softplus(logits))
     if router.wide:
         return mx.softmax(logits, axis=-1)
     return mx.softmax(logits, axis=-1, precise=True)
@@ -359,15 +397,21 @@ def router_fault(router: FusedRouter) -> str:
     order = mx.argsort(mx.random.uniform(shape=(tokens, count), key=keys[0]), axis=-1)
     logits = (order.astype(mx.float32) - count / 2) * (16 / count)  # no two of them near
     bias = [0.2 * mx.random.uniform(shape=(count,), key=keys[1])] * router.biased
-    with mx.stream(mx.cpu):
-        expected, weights = route_operations(router)(logits, *bias)
-    ids, scores = router(logits, *bias)
-    place, other = mx.argsort(ids, axis=-1), mx.argsort(expected, axis=-1)
-    expected, weights = (mx.take_along_axis(a, other, axis=-1) for a in (expected, weights))
-    if not mx.array_equal(mx.take_along_axis(ids, place, axis=-1), expected).item():
-        return "the router's kernel chooses other experts"
-    if not mx.allclose(mx.take_along_axis(scores, place, axis=-1), weights, 1e-5, 0.0).item():
-        return "the router's kernel gives other weights"
+    # In 16 bits, where none of what is chosen, nor groups, are so near that rounding matters.
+    step = 7 if router.groups == 1 else count // router.groups
+    turned = (mx.arange(count) + step * mx.arange(tokens)[:, None]) % count
+    narrow = ((turned - count).astype(mx.float32) * (16 / count)).astype(mx.bfloat16)
+    one = [4.0 * (mx.arange(count) == count // 2)] * router.biased
+    for x, b, off in ((logits, bias, 1e-5), (narrow, one, 1e-2)):
+        with mx.stream(mx.cpu):
+            expected, weights = route_operations(router)(x.astype(mx.float32), *b)
+        ids, scores = router(x, *b)
+        place, other = mx.argsort(ids, axis=-1), mx.argsort(expected, axis=-1)
+        expected, weights = (mx.take_along_axis(a, other, axis=-1) for a in (expected, weights))
+        if not mx.array_equal(mx.take_along_axis(ids, place, axis=-1), expected).item():
+            return "the router's kernel chooses other experts"
+        if not mx.allclose(mx.take_along_axis(scores, place, axis=-1), weights, off, 0.0).item():
+            return "the router's kernel gives other weights"
     if not mx.isnan(router(mx.where(order == 0, mx.nan, logits), *bias)[1]).all().item():
         return "the router's kernel loses NaN"
     return ""

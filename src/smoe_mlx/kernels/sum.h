@@ -3,6 +3,7 @@
   //
   // inp     [pairs, K] float, each row in chunks, transposed: quad 0 of every chunk, quad 1, ...
   // slot    [tokens, top-k], lookup [E]: as in expert.h; score [tokens, top-k]
+  // addend  [tokens, N], factor [tokens]: with ADDED 1 addend is added too, with 2 factor times it
   // wu su bu au: as in expert.h
   // grid: y = token, x = block of rows; top-k simdgroups, one a place. LANES lanes share a row, each
   // takes a chunk of it at a time, and ROWS such rows (at most LANES), and reads AHEAD chunks ahead.
@@ -112,6 +113,10 @@
     float v = 0.0f;
     for (uint32_t k = 0u; k < top_k; k++) {
       v += part[k * uint32_t(BLOCK) + sm_thread];
+    }
+    if (ADDED > 0) {
+      const float more = float(addend[size_t(sm_y) * uint32_t(N) + row]);
+      v += ADDED > 1 ? float(factor[sm_y]) * more : more;
     }
     out[size_t(sm_y) * uint32_t(N) + row] = static_cast<T>(v);
   }

@@ -199,9 +199,17 @@ class _StreamingSwitch(nn.Module):
                 self._cache.hold(y)
             return y
 
-    def weighted(self, x: mx.array, indices: mx.array, scores: mx.array, cast: bool) -> mx.array:
-        """`(self(x, indices) * scores[..., None]).sum(axis=-2)` [..., D], for blocks.py."""
-        return self(x, indices, Weights(scores, cast))
+    def weighted(
+        self,
+        x: mx.array,
+        indices: mx.array,
+        scores: mx.array,
+        cast: bool,
+        shared: Callable[[], tuple[mx.array, ...]] | None = None,
+    ) -> mx.array:
+        """`(self(x, indices) * scores[..., None]).sum(axis=-2)` [..., D] and, as `Weights` says,
+        what is added to it, for blocks.py."""
+        return self(x, indices, Weights(scores, cast, shared))
 
     def routes(self, logits: mx.array) -> bool:
         """Whether `router` takes these logits, for blocks.py."""

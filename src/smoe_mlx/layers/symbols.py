@@ -6,6 +6,7 @@ word it; what they decide by plain numbers (`if n_group > 1`) is decided as alwa
 an array's values, or its shape, raises TypeError.
 """
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +38,9 @@ class Symbol:
             raise AttributeError(name)
         return lambda *args, **options: Symbol(f"{self}.{name}({_arguments(args, options)})")
 
-    def __getitem__(self, key: Any) -> "Symbol":
+    def __getitem__(self, key: Any) -> Any:
+        if self.text.endswith(".shape") and key in (slice(1), slice(2), slice(3)):
+            return tuple(Symbol(f"{self}[{i}]") for i in range(key.stop))  # to be unpacked
         parts = key if isinstance(key, tuple) else (key,)
         return Symbol(f"{self}[{', '.join(_index(part) for part in parts)}]")
 
@@ -88,6 +91,10 @@ def _index(part: Any) -> str:
     return "..." if part is ... else _text(part)
 
 
+def _expand_dims(x: Symbol, axis: Any) -> Symbol:
+    return x[..., None] if axis == -1 else Symbol(f"mx.expand_dims({x}, {_text(axis)})")
+
+
 class _Operations:
     """In the place of `mlx.core`."""
 
@@ -99,9 +106,14 @@ class _Operations:
             return lambda x: x
         if name == "array":  # of one number, that any type holds
             return lambda value, dtype=None: Symbol(f"mx.array({_text(value + 0.0)})")
-        if name == "sum":  # as its method
-            return lambda x, **options: x.sum(**options)
+        if name == "expand_dims":
+            return _expand_dims
+        if name in ("sum", "flatten", "unflatten"):  # as its method
+            return lambda x, *args, **options: Symbol(f"{x}.{name}({_arguments(args, options)})")
         return lambda *args, **options: Symbol(f"mx.{name}({_arguments(args, options)})")
+
+
+ACTIVATIONS = {nn.Softmax: "mx.softmax({}, axis=-1)", nn.Sigmoid: "mx.sigmoid({})"}
 
 
 class ModuleSymbol:
@@ -114,10 +126,14 @@ class ModuleSymbol:
         value, text = getattr(self._module, name), f"{self._text}.{name}"
         if isinstance(value, mx.array):
             return Symbol(text)
+        if isinstance(value, types.MethodType):
+            return functools.partial(on_symbols(value.__func__), self)
         return ModuleSymbol(value, text) if isinstance(value, nn.Module) else value
 
     def __call__(self, *args: Any) -> Any:
         kind: Any = type(self._module)
+        if kind in ACTIVATIONS:
+            return Symbol(ACTIVATIONS[kind].format(*args))
         if not kind.__module__.startswith("mlx."):
             try:
                 return on_symbols(kind.__call__)(self, *args)
@@ -134,6 +150,9 @@ def on_symbols(function: Any) -> Callable[..., Any]:
 def symbol_names(names: dict[str, Any]) -> dict[str, Any]:
     """A module's global names, for its code to run on symbols."""
     made = {**names, "mx": _Operations()}
+    if names.get("nn") is nn:
+        functions = {"softplus": lambda x: Symbol(f"nn.softplus({x})")}
+        made["nn"] = types.SimpleNamespace(**{**vars(nn), **functions})
     for name, value in names.items():
         # (What mx.compile makes of a function has its code too.)
         if hasattr(value, "__code__") and getattr(value, "__globals__", None) is names:
