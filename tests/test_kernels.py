@@ -23,7 +23,7 @@ import smoe_mlx
 from smoe_mlx import cli
 from smoe_mlx.cli import selftest as command
 from smoe_mlx.hub import find_model
-from smoe_mlx.kernels import choose, experts, route, selftest
+from smoe_mlx.kernels import choose, experts, prompt, route, selftest
 from smoe_mlx.kernels.choose import KernelChooser
 from smoe_mlx.kernels.experts import (
     ACTIVATIONS,
@@ -34,6 +34,7 @@ from smoe_mlx.kernels.experts import (
     eligible,
     kernel_text,
 )
+from smoe_mlx.kernels.prompt_selftest import TIMED_ROWS
 from smoe_mlx.kernels.route import FusedRouter
 from smoe_mlx.kernels.selftest import (
     Verdict,
@@ -75,7 +76,7 @@ def emulate(compiled, monkeypatch):
         monkeypatch.setattr(mx.fast, "metal_kernel", machine.metal_kernel)
         monkeypatch.setattr(mx.fast, "cuda_kernel", machine.cuda_kernel)
         monkeypatch.setattr(mx, "compile", lambda function: function)  # an Emulator looks at arrays
-        for module in (experts, choose, route):
+        for module in (experts, choose, prompt, route):
             monkeypatch.setattr(module, "backend", lambda: backend)
         return machine
 
@@ -741,12 +742,12 @@ def stock_way(geometry):
 
 @pytest.fixture
 def fast(monkeypatch):
-    """Timing says what the test wants: fast.times = {tokens: speedup}."""
+    """Timing says what the test wants: fast.times = {tokens, or rows an expert: speedup}."""
 
     class Times:
-        times = dict.fromkeys(selftest.TIMED_TOKENS, 2.0)
+        times = dict.fromkeys((*selftest.TIMED_TOKENS, *TIMED_ROWS), 2.0)
 
-    def time_ways(geometry, arrays, ways, tokens, weighted):
+    def time_ways(geometry, arrays, ways, tokens, weighted, **more):
         return [1.0, Times.times[tokens]]
 
     monkeypatch.setattr(selftest, "time_ways", time_ways)
@@ -769,12 +770,13 @@ def test_auto_takes_what_is_faster(emulate, fast, cache_folder):
     assert str(chooser).startswith("fused in 1 of 1 layers; 64 x 64 q4g64 bfloat16: right; error")
     for file in cache_folder.iterdir():
         file.unlink()
-    fast.times = {1: 1.5, 4: 0.9, 16: 3.0}
+    prompts = dict.fromkeys(TIMED_ROWS, 0.9)
+    fast.times = prompts | {1: 1.5, 4: 0.9, 16: 3.0}
     assert chosen("auto")[1].max_tokens == 1
     assert chosen("fused")[1].max_tokens == 16  # speed is not asked for
     for file in cache_folder.iterdir():
         file.unlink()
-    fast.times = {1: 0.9, 4: 2.0, 16: 3.0}
+    fast.times = prompts | {1: 0.9, 4: 2.0, 16: 3.0}
     assert chosen("auto")[1] is None
 
 
