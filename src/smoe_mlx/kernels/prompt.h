@@ -142,14 +142,18 @@
         for (int n = 0; n < ACROSS; n++) {
           sm_load(b[n], wt + n * 8 * LINE + k, LINE, sm_lane);
         }
+        sm_left<T> a[DOWN];
         SM_UNROLL
         for (int m = 0; m < DOWN; m++) {
-          sm_left<T> a;
-          sm_load(a, xt + m * 16 * LINE + k, LINE, sm_lane);
+          sm_load(a[m], xt + m * 16 * LINE + k, LINE, sm_lane);
+        }
+        SM_LOADED();
+        SM_UNROLL
+        for (int m = 0; m < DOWN; m++) {
           if (uint32_t(16 * m) < count) {
             SM_UNROLL
             for (int n = 0; n < ACROSS; n++) {
-              sm_multiply(sums[m][n], a, b[n]);
+              sm_multiply(sums[m][n], a[m], b[n]);
             }
           }
         }

@@ -61,8 +61,9 @@ def prompt_fault(way: Experts, arrays: selftest.Arrays, x: mx.array, slots: mx.a
         return "NaN of one token is lost"
     if not mx.array_equal(mx.where(others > 0, nan, 0), mx.where(others > 0, y, 0)).item():
         return "NaN of one token reaches another"
-    gone = slots == 3
-    left = way(arrays, x, mx.where(gone, mx.array(ABSENT, mx.uint32), slots), None)
+    gone = (slots == 3) | (slots == 7)
+    missing = mx.where(slots == 3, ABSENT, SLOTS).astype(mx.uint32)
+    left = way(arrays, x, mx.where(gone, missing, slots), None)
     if not mx.array_equal(left, mx.where(gone[..., None], mx.array(0, y.dtype), y)).item():
         return "a missing slot is not left out"
     return ""
