@@ -1311,6 +1311,8 @@ def test_the_command(emulate, fast, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "small (64 x 64 q4g64 bfloat16): right; error 0.0016 (mlx-lm's " in said
     assert "2.00x at 16 tokens" in said
+    assert "small, prompts (64 x 64 q4g64 bfloat16): right; error 0.003" in said
+    assert "2.00x at 256 rows an expert" in said
     for broken, fault in (("0.0f", "an error of"), ("nothing_like_it", "FAILED")):
         emulate(
             change=lambda text, b=broken: text.replace("q.offset[p] =", f"q.offset[p] = {b}; //")
@@ -1318,7 +1320,7 @@ def test_the_command(emulate, fast, monkeypatch, capsys):
         assert cli.main(["selftest"]) == 1
         said = capsys.readouterr()
         assert fault in said.out
-        assert "not right here for small" in said.err
+        assert "not right here for small, small, prompts;" in said.err
 
 
 def test_options_are_checked():
