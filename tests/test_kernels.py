@@ -1039,7 +1039,7 @@ def test_another_machine_is_another_verdict(emulate, monkeypatch):
         choose._key(SMALL, True),
         choose._key(replace(SMALL, ffn=128), True),
         choose._key(SMALL, False),
-        choose._key(SMALL, None),
+        choose._prompt_key(SMALL),
     }
     monkeypatch.setattr(choose.platform, "platform", lambda: "another")
     keys.add(choose._key(SMALL, True))

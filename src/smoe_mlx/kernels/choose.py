@@ -118,7 +118,7 @@ class KernelChooser:
             self._say(f"{what}: matrix products are of 16-bit numbers")
             return None
         try:
-            key = _key(geometry, None)
+            key = _prompt_key(geometry)
             verdict = VERDICTS.entries().get(key)
             if verdict is None:
                 verdict = prompt_selftest.self_test(prompt, stock, activation)
@@ -182,18 +182,22 @@ class KernelChooser:
 # ---- verdicts, remembered ------------------------------------------------------------------------
 
 
-def _key(geometry: Geometry, weighted: bool | None) -> str:
-    """All that a verdict depends on, in a hash. weighted: None: that of the kernels for prompts."""
-    bodies = [("expert", geometry.activation), ("expert", "u"), ("sum", "")]
-    tilings: list[Any] = [Tiling()]
-    if weighted is None:
-        bodies = [("prompt", geometry.activation), ("prompt", "u")]
-        tilings = [PromptTiling(), ODD_BITS]
+def _key(geometry: Geometry, weighted: bool) -> str:
+    """All that a verdict depends on, in a hash."""
+    bodies = (("expert", geometry.activation), ("expert", "u"), ("sum", ""))
     texts = [kernel_text(backend() or "", body, (), a)["name"] for body, a in bodies]
     versions = [module.__version__ for module in (mx, mlx_lm)]
-    parts: list[Any] = [*versions, platform.platform(), names(), texts, weighted, *tilings]
+    parts: list[Any] = [*versions, platform.platform(), names(), texts, weighted, Tiling()]
     parts.append({**vars(geometry), "dtype": str(geometry.dtype)})
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _prompt_key(geometry: Geometry) -> str:
+    """The same of a verdict on the kernels for prompts."""
+    activations = (geometry.activation, "u")
+    texts = [kernel_text(backend() or "", "prompt", (), a)["name"] for a in activations]
+    parts = [_key(geometry, False), texts, PromptTiling(), ODD_BITS]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def _verdict(entry: dict[str, Any]) -> Verdict:
