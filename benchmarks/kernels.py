@@ -9,7 +9,9 @@
    call fed by the one before, all experts in slots: all of it, and what the GPU alone takes.
 3. With `--model`: decoding with `kernels="fused"`, with "stock", and by mlx-lm itself, in turns. A
    folder that is not there is made first, in the shape of 12 layers of Qwen3-30B-A3B.
-4. With `--sweep`: other divisions of the work, by the time of the GPU, and 2. with the best.
+4. Prompts: the kernels for many rows against sorted `gather_qmm`, and other divisions of the work.
+   `--only prompts`: this alone, in a minute or so.
+5. With `--sweep`: other divisions of the work, by the time of the GPU, and 2. with the best.
 
 `--seconds` bounds the whole: what does not fit is named as left out. The first use of MLX's CUDA
 build on a machine compiles for a minute or more; that is done first and not counted in any time.
@@ -18,6 +20,7 @@ build on a machine compiles for a minute or more; that is done first and not cou
 import argparse
 import functools
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -31,8 +34,16 @@ import mlx.nn as nn
 from mlx_lm.models import activations, gemma4_text, kimi_k3, step3p5
 from mlx_lm.models.switch_layers import SwiGLU
 
-from smoe_mlx.kernels import selftest
-from smoe_mlx.kernels.experts import FusedExperts, Geometry, Tiling, activation_text, backend
+from smoe_mlx.kernels import prompt_selftest, selftest
+from smoe_mlx.kernels.experts import (
+    SHARED_MEMORY,
+    FusedExperts,
+    Geometry,
+    Tiling,
+    activation_text,
+    backend,
+)
+from smoe_mlx.kernels.prompt import PromptExperts, PromptTiling, tiles
 from smoe_mlx.kernels.route import FusedRouter
 
 START = time.perf_counter()
@@ -52,6 +63,14 @@ SECOND = [Tiling(*t) for t in (
     (4, 8, 1, 0, False), (4, 8, 1, 0, True), (4, 8, 1, 1, False), (4, 8, 1, 2, True),
     (4, 8, 2, 0, True), (4, 8, 2, 1, True), (4, 8, 4, 0, True), (4, 4, 1, 1, True),
     (4, 16, 1, 0, True), (4, 16, 1, 1, True), (4, 32, 1, 0, True), (4, 16, 2, 0, True),
+)]  # fmt: skip
+
+PROMPTS = (128, 512, 2048, 4096)
+# (simdgroups, rows of a tile, columns of a simdgroup, step). Some need more threadgroup memory than
+# Metal grants.
+PROMPT = [PromptTiling(*t) for t in (
+    (4, 64, 32, 64), (4, 32, 32, 64), (4, 16, 32, 64), (8, 64, 16, 64), (4, 128, 32, 64),
+    (8, 64, 32, 64), (4, 64, 64, 64), (8, 128, 16, 64), (4, 64, 16, 128), (8, 32, 32, 64),
 )]  # fmt: skip
 
 
@@ -283,6 +302,100 @@ def sweep(shape: tuple[int, int], bits: int) -> tuple[list[dict], tuple[Tiling, 
     return out, (best[0], best[1])
 
 
+def median_seconds(work: Callable[[], mx.array], rounds: int) -> float:
+    found = []
+    for i in range(rounds + 1):  # the first warms up
+        mx.synchronize()
+        start = time.perf_counter()
+        mx.eval(work())
+        if i:
+            found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def time_prompts(
+    name: str, shape: tuple[int, int], bits: int, prompts: tuple[int, ...] = PROMPTS,
+    tilings: list[PromptTiling] = PROMPT, experts: int = EXPERTS, top_k: int = TOP_K,
+    until: float = math.inf,
+) -> list[dict]:  # fmt: skip
+    """One layer's experts without the weighted sum, for many tokens: each division of the work."""
+    g, activation = geometry(*shape, bits)
+    few, call = selftest.random_experts(g, selftest.SLOTS), prompt_selftest.ragged_call(g)
+    expected = selftest.reference(g, activation, few, *call)
+    arrays = selftest.random_experts(g, experts, seed=1)
+    stock = selftest.operations(g, activation, experts=experts)
+    error = prompt_selftest.measure_errors(stock(few, *call, None), expected).rms
+    say(f"  {name} {bits} bits: error of mlx-lm's operations {error:.2e}")
+    calls, slow = {}, {}
+    for n in prompts:
+        calls[n] = selftest.random_call(g, experts, n, top_k)
+        slow[n] = median_seconds(lambda c=calls[n]: stock(arrays, *c, None), 3)
+        tflops = 6e-12 * g.hidden * g.ffn * n * top_k / slow[n]
+        say(f"  {name} {bits} bits, {n:>4} tokens: mlx-lm {1e3 * slow[n]:8.3f} ms {tflops:6.1f} T")
+    out = []
+    for tiling in tilings:
+        if backend() == "metal" and tiling.shared_nbytes > SHARED_MEMORY:
+            continue
+        what = f"{name} {bits} bits, tiling {tuple(tiling)}"
+        if time.perf_counter() - START > until:
+            say(f"  LEFT OUT, no time: {what}")
+            continue
+        try:
+            out.append(check_tiling(what, g, activation, tiling, few, call, expected))
+            out[-1] |= time_tiling(what, g, activation, tiling, arrays, calls, slow, stock)
+        except Exception as e:
+            say(f"  FAILED: {what}: {type(e).__name__}: {str(e)[:600]}")
+            out.append({"what": what, "fault": f"{type(e).__name__}: {str(e)[:300]}"})
+    for n in prompts:
+        best = min((o for o in out if n in o.get("ms", ())), key=lambda o: o["ms"][n], default=None)
+        if best is not None:
+            speedup = 1e3 * slow[n] / best["ms"][n]
+            say(f"  BEST at {n:>4} tokens: {best['what']}: {best['ms'][n]:.3f} ms, {speedup:.2f}x")
+    return out
+
+
+def check_tiling(
+    what: str, g: Geometry, activation: nn.Module, tiling: PromptTiling, few: selftest.Arrays,
+    call: tuple[mx.array, mx.array], expected: mx.array,
+) -> dict:  # fmt: skip
+    fused = FusedExperts(g, max_tokens=0)
+    fused.prompt = PromptExperts(g, tilings=(tiling, tiling))
+    way = selftest.operations(g, activation, fused)
+    error = prompt_selftest.measure_errors(way(few, *call, None), expected).rms
+    fault = prompt_selftest.prompt_fault(way, few, *call)
+    say(f"  {what}: error {error:.2e}   {fault or 'ok'}")
+    return {"what": what, "fault": fault, "error": error}
+
+
+def time_tiling(
+    what: str, g: Geometry, activation: nn.Module, tiling: PromptTiling, arrays: selftest.Arrays,
+    calls: dict, slow: dict, stock: selftest.Experts,
+) -> dict:  # fmt: skip
+    """Milliseconds of whole calls, and of the two kernels with their tiles."""
+    experts = next(iter(arrays.values())).shape[0]
+    fused = FusedExperts(g, max_tokens=0)
+    fused.prompt = prompt = PromptExperts(g, tilings=(tiling, tiling))
+    way = selftest.operations(g, activation, fused, experts)
+    found: dict = {"ms": {}, "kernels_ms": {}}
+    for n, (x, slots) in calls.items():
+        y, other = way(arrays, x, slots, None), stock(arrays, x, slots, None)
+        off = prompt_selftest.measure_errors(y, other.astype(mx.float32)).rms
+        quick = median_seconds(lambda: way(arrays, x, slots, None), 5)  # noqa: B023
+        order = mx.argsort(slots.flatten())
+        rows, tokens = slots.flatten()[order], order // slots.shape[1]
+        mx.eval(rows, tokens)
+        alone = median_seconds(lambda: prompt(arrays, x, tokens, rows, experts), 5)  # noqa: B023
+        begins = median_seconds(lambda: tiles(rows, tiling.rows, experts), 5)  # noqa: B023
+        tflops = 6e-12 * g.hidden * g.ffn * slots.size / quick
+        found["ms"][n], found["kernels_ms"][n] = 1e3 * quick, 1e3 * alone
+        say(
+            f"  {what}, {n:>4} tokens: {1e3 * quick:8.3f} ms {tflops:6.1f} T   "
+            f"{slow[n] / quick:6.2f}x mlx-lm   the kernels alone {1e3 * alone:8.3f} ms, of which "
+            f"the tiles {1e3 * begins:.3f}   {off:.1e} from mlx-lm's"
+        )
+    return found
+
+
 def decode(folder: Path, shares: list[float], tokens: int, rounds: int) -> dict:
     """Tokens a second of each arm, in turns; the ratio is against mlx-lm in the same round."""
     import mlx_lm
@@ -334,12 +447,13 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=[1.0], help="of slots, for it")
     parser.add_argument("--tokens", type=int, default=48, help="of one turn, for it")
     parser.add_argument("--rounds", type=int, default=5, help="for it")
+    parser.add_argument("--only", choices=["prompts"], help="this part alone")
     parser.add_argument("--sweep", action="store_true", help="try other divisions of the work")
     parser.add_argument("--seconds", type=float, default=200, help="for all; default: 200")
     parser.add_argument("--json", type=Path, help="write what was found to this file")
     args = parser.parse_args()
 
-    found: dict = {"errors": [], "times": [], "routers": [], "sweep": [], "best": []}
+    found: dict = {"errors": [], "times": [], "routers": [], "prompts": [], "sweep": [], "best": []}
     found |= {"decode": {}, "failed": []}
     found["machine"] = {k: str(v) for k, v in mx.device_info().items()}
     say(f"MLX {mx.__version__}, {platform.platform()}, {found['machine']}")
@@ -376,6 +490,28 @@ def main() -> None:
         if result is not None:
             found[kind].extend(result if isinstance(result, list) else [result])
 
+    def prompts() -> None:
+        name, shape = next(iter(SHAPES.items()))
+        say("prompts, top 8 of 128 (simdgroups, rows, columns, step); T: TFLOPS of all of a call")
+        for bits, share in ((4, 0.6), (2, 0.9)):
+            past = time.perf_counter() - START
+            until = past + share * (args.seconds - past)
+            work = lambda b=bits, u=until: time_prompts(name, shape, b, until=u)  # noqa: E731
+            add("prompts", step(f"prompts, {bits} bits", 20, work))
+
+    def end() -> None:
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
+        checked = [*found["errors"], *found["routers"], *found["prompts"]]
+        wrong = [e["what"] for e in checked if e["fault"]]
+        tested = f"{len(found['errors'])} geometries and {len(found['routers'])} routers tested"
+        say(f"{tested}, {len(wrong)} wrong {wrong or ''}")
+        say(f"failed or left out: {found['failed'] or 'nothing'}")
+        raise SystemExit(bool(wrong or any("left out" not in f for f in found["failed"])))
+
+    if args.only == "prompts":
+        prompts()
+        end()
     tests = self_tests()
     say("errors, relative to the root mean square of the float32 reference:")
     for name, g, activation in tests[:2]:
@@ -411,13 +547,8 @@ def main() -> None:
     say("more errors:")
     for name, g, activation in tests[2:]:
         add("errors", step(name, 5, lambda n=name, g=g, a=activation: test_one(n, g, a)))
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
-    wrong = [e["what"] for e in (*found["errors"], *found["routers"]) if e["fault"]]
-    tested = f"{len(found['errors'])} geometries and {len(found['routers'])} routers tested"
-    say(f"{tested}, {len(wrong)} wrong {wrong or ''}")
-    say(f"failed or left out: {found['failed'] or 'nothing'}")
-    raise SystemExit(bool(wrong or any("left out" not in f for f in found["failed"])))
+    prompts()
+    end()
 
 
 if __name__ == "__main__":

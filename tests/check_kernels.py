@@ -22,8 +22,9 @@ from typing import Any
 import emulator
 import mlx.core as mx
 
-from smoe_mlx.kernels import experts, route
+from smoe_mlx.kernels import experts, prompt, route
 from smoe_mlx.kernels.experts import ACTIVATIONS, FusedExperts, Geometry, Tiling
+from smoe_mlx.kernels.prompt import PromptExperts, PromptTiling
 from smoe_mlx.kernels.route import FusedRouter
 from smoe_mlx.kernels.selftest import random_call, random_experts, random_weights, with_shared
 
@@ -32,6 +33,7 @@ OPENCL = r"""
 #define device __global
 #define constant __constant
 #define thread __private
+#define threadgroup __local
 #define SM_SHARED(type, name, count) __local type name[count]
 #define SM_FLOAT4(a, b, c, d) (float4)(a, b, c, d)
 typedef unsigned int uint; typedef unsigned short ushort;
@@ -48,6 +50,16 @@ void simdgroup_barrier(mem_flags);
 template <class T> T simd_shuffle_down(T, ushort);
 template <class T> T simd_shuffle_xor(T, ushort);
 template <class T> T simd_shuffle(T, ushort);
+typedef unsigned long ulong;
+typedef ulong ulong2 __attribute__((ext_vector_type(2)));
+#define ulong2(a, b) (ulong2)(a, b)
+template <class T, int R, int C>
+using simdgroup_matrix = T __attribute__((ext_vector_type(2)));  // what a lane has of one
+template <class T, int R, int C> simdgroup_matrix<T, R, C> make_filled_simdgroup_matrix(T);
+template <class M, class T>
+void simdgroup_load(thread M&, const __local T*, ulong, ulong2 = ulong2(0, 0), bool = false);
+template <class M, class N>
+void simdgroup_multiply_accumulate(thread M&, thread N&, thread N&, thread M&);
 template <class T, class U> T as_type(U u) { return __builtin_bit_cast(T, u); }
 namespace metal { float exp(float); float tanh(float); float log(float); float sqrt(float); }
 using namespace metal;
@@ -65,6 +77,9 @@ UTILS = """
 #include <cuda/std/array>
 namespace mlx::core::cu { using Shape = cuda::std::array<int32_t, 10>; }
 """
+PROMPT_TILINGS = [
+    PromptTiling(*t) for t in ((4, 32, 32, 64), (4, 128, 16, 64), (8, 64, 16, 64), (8, 128, 16, 64))
+]
 NVCC = "-std=c++17 -arch=sm_90a -Xptxas=-v"
 
 
@@ -79,7 +94,7 @@ def clang_text(name: str, source: str) -> str:
         kind, _, n = parameter.rpartition(" ")
         bound += f"typedef {value} {n};\n" if kind == "typename" else f"enum {{ {n} = {value} }};\n"
     text = re.sub(r"\ntemplate \[\[host_name.*?;\n", "\n", source)
-    text = text.replace(head[0], f"{bound}__kernel void ")
+    text = text.replace(head[0], f"{bound}__kernel void ").replace(".thread_elements()", "")
     return OPENCL + '#line 1 "expert.metal"\n' + re.sub(r" \[\[\w+(\(\d+\))?\]\]", "", text)
 
 
@@ -170,6 +185,11 @@ def geometries() -> list[tuple[Geometry, Tiling]]:
     return [(g, t) for g in (usual, two) for t in tilings] + [(g, Tiling()) for g in others]
 
 
+def prompts() -> list[tuple[Geometry, PromptTiling | None]]:
+    every = [g for g, t in geometries() if t == Tiling() and PromptExperts.takes(g)]
+    return [(g, None) for g in every] + [(g, t) for g in every[:2] for t in PROMPT_TILINGS]
+
+
 def routers() -> list[FusedRouter]:
     biased = {"sigmoid": True, "biased": True, "wide": True, "scale": 2.5}
     return [
@@ -204,7 +224,7 @@ def main() -> int:
                 print(f"not checked: no {name} on PATH")
                 checker.failed += 1
                 continue
-            experts.backend = route.backend = lambda backend=backend: backend
+            experts.backend = prompt.backend = route.backend = lambda backend=backend: backend
             for geometry, tiling in geometries():
                 fused = FusedExperts(geometry, tilings=(tiling, tiling))
                 arrays = random_experts(geometry, 1)
@@ -217,6 +237,12 @@ def main() -> int:
                         fused(arrays, x, slots, with_shared(weights, geometry.hidden, added))
                     fused(arrays, x, slots, lookup=mx.zeros((8,), mx.uint32))
                     fused.with_misses(arrays, x, slots, lookup=mx.zeros((8,), mx.uint32))
+            for geometry, shape in prompts():
+                arrays = random_experts(geometry, 1)
+                tilings = None if shape is None else (shape, shape)
+                many = PromptExperts(geometry, tilings=tilings)
+                rows = mx.zeros((80,), mx.uint32)
+                many(arrays, mx.zeros((1, geometry.hidden), geometry.dtype), rows, rows, 1)
             for router in routers():
                 logits = mx.zeros((1, router.experts), mx.bfloat16)
                 router(logits, *[mx.zeros((router.experts,))] * router.biased)

@@ -1,5 +1,6 @@
 """The expert kernels: their text runs here thread by thread (tests/emulator), on no GPU."""
 
+import importlib.util
 import itertools
 import json
 import math
@@ -7,23 +8,25 @@ import os
 import sys
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import emulator
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import random_tokens, resident, same_bits
+from conftest import random_model, random_tokens, resident, same_bits, save_checkpoint
 from emulator import Emulator, KernelFault
 from mlx_lm.models import activations, deepseek_v41, gemma4_text, kimi_k3, muse_spark, step3p5
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwiGLU, SwitchMLP
+from mlx_lm.utils import quantize_model
 
 import smoe_mlx
 from smoe_mlx import cli
 from smoe_mlx.cli import selftest as command
 from smoe_mlx.hub import find_model
-from smoe_mlx.kernels import choose, experts, route, selftest
+from smoe_mlx.kernels import choose, experts, prompt, prompt_selftest, route, selftest
 from smoe_mlx.kernels.choose import KernelChooser
 from smoe_mlx.kernels.experts import (
     ACTIVATIONS,
@@ -34,6 +37,8 @@ from smoe_mlx.kernels.experts import (
     eligible,
     kernel_text,
 )
+from smoe_mlx.kernels.prompt import ODD_BITS, PromptExperts, PromptTiling, tiles
+from smoe_mlx.kernels.prompt_selftest import TIMED_ROWS, PromptVerdict, ragged_call
 from smoe_mlx.kernels.route import FusedRouter
 from smoe_mlx.kernels.selftest import (
     Verdict,
@@ -52,6 +57,7 @@ from smoe_mlx.tuned import find_tuned
 
 load, tune = sys.modules["smoe_mlx.load"], sys.modules["smoe_mlx.tune"]  # not the functions
 
+ROOT = Path(__file__).parents[1]
 SWIGLU = ACTIVATIONS["mlx_lm.models.switch_layers.SwiGLU"]
 BF16, F16, F32 = mx.bfloat16, mx.float16, mx.float32
 ONES = mx.ones((2, 2))
@@ -75,7 +81,7 @@ def emulate(compiled, monkeypatch):
         monkeypatch.setattr(mx.fast, "metal_kernel", machine.metal_kernel)
         monkeypatch.setattr(mx.fast, "cuda_kernel", machine.cuda_kernel)
         monkeypatch.setattr(mx, "compile", lambda function: function)  # an Emulator looks at arrays
-        for module in (experts, choose, route):
+        for module in (experts, choose, prompt, route):
             monkeypatch.setattr(module, "backend", lambda: backend)
         return machine
 
@@ -92,6 +98,9 @@ def cache_folder(tmp_path, monkeypatch):
 def swiglu(hidden, ffn, bits, group, dtype, down=None, mode="affine") -> Geometry:
     up = (bits, group)
     return Geometry(hidden, ffn, True, SWIGLU, up, down or up, False, False, dtype, mode)
+
+
+SMALL = swiglu(64, 64, 4, 64, BF16)
 
 
 def relative_error(y: mx.array, expected: mx.array) -> float:
@@ -904,6 +913,153 @@ def test_compiled_calls_take_new_arrays(monkeypatch):
                     assert mx.array_equal(misses, rows.sum(-1)).item()
 
 
+# ---- prompts -------------------------------------------------------------------------------------
+
+# hidden, ffn, (bits, group) of gate and up, of down, mode, dtype
+MANY = [
+    (96, 160, (4, 32), (4, 32), "affine", BF16),
+    (128, 64, (2, 64), (8, 32), "affine", F16),
+    (256, 128, (3, 32), (4, 128), "affine", BF16),
+    (128, 128, (5, 64), (6, 32), "affine", F16),
+    (64, 96, (4, 32), (4, 32), "mxfp4", BF16),
+    (96, 64, (8, 32), (8, 32), "mxfp8", F16),
+    (64, 96, (4, 16), (4, 16), "nvfp4", BF16),
+]
+
+
+def as_rounded(geometry, activation, arrays, x, slots):
+    """What PromptExperts should compute but for the order of sums: weights, and h, are of T."""
+    g = geometry
+
+    def project(name, x, how):
+        bits, group = how
+        weight, scales, biases, bias = (
+            arrays.get((name, kind)) for kind in ("weight", "scales", "biases", "bias")
+        )
+        if biases is not None:
+            scales, biases = scales.astype(F32), biases.astype(F32)
+        w = mx.dequantize(weight, scales, biases, group, bits, g.mode, dtype=F32)
+        w = w.astype(g.dtype).astype(F32)[slots]
+        y = (w @ x[..., None].astype(F32)).squeeze(-1)
+        return y if bias is None else y + bias[slots].astype(F32)
+
+    x = mx.broadcast_to(x[:, None], (*slots.shape, g.hidden))
+    if g.gated:
+        h = activation(project("up_proj", x, g.up), project("gate_proj", x, g.up))
+    else:
+        h = activation(project("fc1", x, g.up))
+    return project("down_proj" if g.gated else "fc2", h.astype(g.dtype), g.down)
+
+
+def assert_prompt(geometry, activation=None, tiling=None):
+    activation = SwiGLU() if activation is None else activation
+    arrays, (x, slots) = random_experts(geometry, selftest.SLOTS), ragged_call(geometry)
+    fused = FusedExperts(geometry, max_tokens=0)
+    fused.prompt = PromptExperts(geometry, tilings=tiling and (tiling, tiling))
+    y = selftest.operations(geometry, activation, fused)(arrays, x, slots)
+    expected = as_rounded(geometry, activation, arrays, x, slots)
+    assert (y.shape, y.dtype) == (expected.shape, geometry.dtype)
+    rounding = relative_error(expected.astype(y.dtype), expected)
+    assert relative_error(y, expected) <= 1.05 * rounding
+    return y
+
+
+@pytest.mark.parametrize("shape", MANY, ids=str)
+def test_prompts_equal_the_reference(shape, emulate):
+    hidden, ffn, up, down, mode, dtype = shape
+    emulate()
+    assert_prompt(swiglu(hidden, ffn, *up, dtype, down, mode))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_prompts_with_biases_and_without_a_gate(gated, emulate):
+    emulate("cuda")
+    activation = activations.SwigluOAI() if gated else nn.ReLU2()
+    geometry = replace(
+        swiglu(128, 96, 4, 32, BF16), gated=gated, up_bias=True, down_bias=True,
+        activation=activation_text(activation, gated),
+    )  # fmt: skip
+    assert_prompt(geometry, activation)
+
+
+def test_prompts_by_other_threads_and_tilings(emulate):
+    """No bit depends on the order of threads, the language, or how the work is divided."""
+    geometry = swiglu(160, 96, 4, 32, F16)  # neither is a multiple of what a block does
+    machine = emulate()
+    first = assert_prompt(geometry)
+    assert machine.threadgroup_bytes == PromptTiling().shared_nbytes
+    assert PromptTiling().shared_nbytes <= experts.SHARED_MEMORY
+    assert ODD_BITS.shared_nbytes <= experts.SHARED_MEMORY
+    for backend, seed, tiling in (
+        ("metal", 1, None), ("metal", 2, (2, 16, 48, 32)), ("cuda", 3, None),
+        ("cuda", 0, (8, 32, 16, 128)), ("cuda", 1, (1, 128, 16, 64)),
+    ):  # fmt: skip
+        emulate(backend, seed=seed)
+        assert same_bits(assert_prompt(geometry, tiling=tiling and PromptTiling(*tiling)), first)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 64])
+def test_tiles(rows):
+    rng = np.random.default_rng(rows)
+    for sizes in ([1], [rows], [rows + 1], [0, 0, 5 * rows, 1], *rng.integers(0, 3 * rows, (9, 7))):
+        slots = np.repeat(rng.permutation(50)[: len(sizes)], sizes)
+        if not slots.size:
+            continue
+        expected = [i for i, s in enumerate(slots) if (i - np.argmax(slots == s)) % rows == 0]
+        found = tiles(mx.array(slots.astype(np.uint32)), rows, len(sizes)).tolist()
+        assert found[: len(expected)] == expected
+        assert set(found[len(expected) :]) == {slots.size}  # at least one: where the last tile ends
+
+
+TILE_FAULTS = {
+    "nothing": ("", ""),
+    "no barrier": ("      SM_BARRIER();\n    }", "    }"),
+    "another tile's rows": ("row[begin + (r < count", "row[(r < count"),
+    "a tile too short": ("tile[sm_y + 1u]) - begin", "tile[sm_y + 1u]) - begin - 1u"),
+    "tiles that stop early": ("(16 * m) < count", "(16 * m + 16) < count"),
+    "the slot of the first row": ("slot[begin]", "slot[0]"),
+    "no offsets": ("                  offset;", "                  0.0f;"),
+    "scales of a neighbour": ("q[j].scale[e * 8 * PARTS / CODES]", "q[j].scale[0]"),
+    "a chunk is left out": ("c < uint32_t(CHUNKS)", "c + 1u < uint32_t(CHUNKS)"),
+    "up and gate swapped": ("gate ? wg4 : wu4", "gate ? wu4 : wg4"),
+    "a missing slot is read": ("expert < uint32_t(wu_shape[0])", "expert != 0xffffffffu"),
+    "a missing slot counts": ("sm_activation(u, g) : 0.0f", "sm_activation(u, g) : 1.0f"),
+    "a column is lost": ("column < uint32_t(N)) {", "column + 2u < uint32_t(N)) {"),
+    "NaN is lost": ("there ? sm_act", "there && u == u ? sm_act"),
+    "the first rows again": ("a[m], b[n]", "a[0], b[n]"),
+    "lanes of another row": ("* low) + sm_fragment_row", "* (1 - low)) + sm_fragment_row"),
+}
+
+
+@pytest.mark.parametrize("fault", TILE_FAULTS)
+def test_faults_in_prompts_are_seen(fault, emulate, fast):
+    old, new = TILE_FAULTS[fault]
+    changed = []
+
+    def change(text: str) -> str:
+        changed.append(old in text)
+        return text.replace(old, new)
+
+    emulate(change=change)
+    geometry = swiglu(128, 64, 2, 32, BF16)  # two groups in a chunk
+    stock = selftest.operations(geometry, SwiGLU())
+    found = prompt_selftest.self_test(PromptExperts(geometry), stock, SwiGLU()).fault
+    assert any(changed), "the kernel has changed"
+    assert bool(found) == (fault != "nothing"), found
+
+
+def test_from_how_many_rows_on():
+    def least(*speedup):
+        times = dict(zip(TIMED_ROWS, speedup, strict=True))
+        return PromptVerdict("", 1e-3, 2e-3, times).min_rows
+
+    assert TIMED_ROWS == (8, 32, 256)
+    assert [least(2.0, 2.0, 2.0), least(2.0, 0.9, 2.0), least(0.9, 1.06, 2.0)] == [8, 256, 32]
+    assert least(2.0, 2.0, 1.04) is None
+    prompt = PromptExperts(SMALL, min_rows=8)
+    assert not prompt.fits(mx.zeros((1, 64), BF16), mx.zeros((64,)), 8)  # no GPU
+
+
 # ---- who chooses ---------------------------------------------------------------------------------
 
 
@@ -917,12 +1073,12 @@ def stock_way(geometry):
 
 @pytest.fixture
 def fast(monkeypatch):
-    """Timing says what the test wants: fast.times = {tokens: speedup}."""
+    """Timing says what the test wants: fast.times = {tokens, or rows an expert: speedup}."""
 
     class Times:
-        times = dict.fromkeys(selftest.TIMED_TOKENS, 2.0)
+        times = dict.fromkeys((*selftest.TIMED_TOKENS, *TIMED_ROWS), 2.0)
 
-    def time_ways(geometry, arrays, ways, tokens, weighted):
+    def time_ways(geometry, arrays, ways, tokens, weighted, **more):
         return [1.0, Times.times[tokens]]
 
     monkeypatch.setattr(selftest, "time_ways", time_ways)
@@ -930,12 +1086,9 @@ def fast(monkeypatch):
     return Times
 
 
-SMALL = swiglu(64, 64, 4, 64, BF16)
-
-
 def chosen(kernels, geometry=SMALL):
     chooser = KernelChooser(kernels)
-    return chooser, chooser.choose(geometry, stock_way(SMALL), SwiGLU(), True)
+    return chooser, chooser.choose(geometry, selftest.operations(SMALL, SwiGLU()), SwiGLU(), True)
 
 
 def test_auto_takes_what_is_faster(emulate, fast, cache_folder):
@@ -945,13 +1098,63 @@ def test_auto_takes_what_is_faster(emulate, fast, cache_folder):
     assert str(chooser).startswith("fused in 1 of 1 layers; 64 x 64 q4g64 bfloat16: right; error")
     for file in cache_folder.iterdir():
         file.unlink()
-    fast.times = {1: 1.5, 4: 0.9, 16: 3.0}
+    prompts = dict.fromkeys(TIMED_ROWS, 0.9)
+    fast.times = prompts | {1: 1.5, 4: 0.9, 16: 3.0}
     assert chosen("auto")[1].max_tokens == 1
     assert chosen("fused")[1].max_tokens == 16  # speed is not asked for
     for file in cache_folder.iterdir():
         file.unlink()
-    fast.times = {1: 0.9, 4: 2.0, 16: 3.0}
+    fast.times = prompts | {1: 0.9, 4: 2.0, 16: 3.0}
     assert chosen("auto")[1] is None
+
+
+def test_prompts_take_the_kernels_from_where_they_are_faster(emulate, fast, cache_folder):
+    emulate()
+    for kernels in ("auto", "fused"):  # "fused" does not ask for speed of few tokens alone
+        fast.times[8] = 0.9
+        chooser, fused = chosen(kernels)
+        assert fused.prompt.min_rows == 32
+        assert "prompts: right; error 0.003" in str(chooser)
+        assert "256 rows an expert, used from 32 on" in str(chooser)
+        for rows, fits in ((4 * 32 - 1, False), (4 * 32, True)):
+            slots = mx.zeros((rows,), mx.uint32)
+            assert fused.prompt.fits(mx.zeros((1, 64), BF16), slots, 4) == fits
+            assert not fused.prompt.fits(mx.zeros((1, 64), F16), slots, 4)
+        for file in cache_folder.iterdir():
+            file.unlink()
+    fast.times[256] = 0.9
+    chooser, fused = chosen("auto")
+    assert (fused.max_tokens, fused.prompt) == (16, None)
+    assert "rows an expert, not used" in str(chooser)
+
+
+def test_prompts_alone(emulate, fast):
+    """Where the kernels are slower for few tokens, prompts may still use theirs."""
+    emulate()
+    fast.times[1] = 0.9
+    fused = chosen("auto")[1]
+    assert (fused.max_tokens, fused.prompt.min_rows) == (0, 8)
+    assert not fused.fits(mx.zeros((1, 64), BF16), mx.zeros((1, 8), mx.uint32))
+
+
+def test_prompts_of_32_bits_keep_mlx_lms(emulate):
+    emulate()
+    chooser = KernelChooser("fused")
+    assert chooser._decide_prompt(swiglu(64, 64, 4, 64, F32), None, SwiGLU()) is None
+    assert "prompts: matrix products are of 16-bit numbers" in str(chooser)
+
+
+@pytest.mark.parametrize("remembered", [False, True])
+def test_prompts_whose_kernels_fail(remembered, emulate, fast):
+    """Then mlx-lm's operations compute prompts, and the kernels few tokens."""
+    if remembered:
+        emulate()
+        assert chosen("auto")[1].prompt is not None
+    emulate(change=lambda text: text.replace("sm_clear(sums", "no_such_function(sums"))
+    with pytest.warns(UserWarning, match=r"prompts: .*no_such_function") as seen:
+        fused = chosen("auto")[1]
+    assert len(seen) == 1
+    assert (fused.max_tokens, fused.prompt) == (16, None)
 
 
 def test_stock_does_not_even_look(emulate, monkeypatch):
@@ -998,7 +1201,8 @@ def test_kernels_that_do_not_compile(remembered, emulate, fast):
 def test_verdicts_are_remembered(emulate, fast, monkeypatch):
     emulate()
     first, _ = chosen("auto")
-    monkeypatch.setattr(choose, "self_test", None)  # not called again
+    for module in (choose, prompt_selftest):
+        monkeypatch.setattr(module, "self_test", None)  # not called again
     second, fused = chosen("auto")
     assert str(second) == str(first)
     assert fused.max_tokens == 16
@@ -1011,6 +1215,7 @@ def test_another_machine_is_another_verdict(emulate, monkeypatch):
         choose._key(SMALL, True),
         choose._key(replace(SMALL, ffn=128), True),
         choose._key(SMALL, False),
+        choose._prompt_key(SMALL),
     }
     monkeypatch.setattr(choose.platform, "platform", lambda: "another")
     keys.add(choose._key(SMALL, True))
@@ -1020,7 +1225,7 @@ def test_another_machine_is_another_verdict(emulate, monkeypatch):
     keys.add(choose._key(SMALL, True))
     emulate("cuda")
     keys.add(choose._key(SMALL, True))
-    assert len(keys) == 7
+    assert len(keys) == 8
 
 
 def good_file(key: str) -> dict:
@@ -1139,6 +1344,40 @@ def test_a_streamed_model(slots, emulate, fast):
     assert same_bits(long, logits_of("stock", slots, tokens * 3)[0])
 
 
+@pytest.fixture(scope="module")
+def in_bfloat16(tmp_path_factory):
+    """A small model like the demo, which is float32."""
+    config = json.loads((find_model("demo") / "config.json").read_text())
+    for name in ("quantization", "quantization_config"):
+        config.pop(name, None)
+    config |= {"num_hidden_layers": 2, "num_experts": 16, "num_experts_per_tok": 4}
+    model, config = quantize_model(random_model(config, BF16), config, 64, 4)
+    return save_checkpoint(tmp_path_factory.mktemp("models") / "bfloat16", model, config)
+
+
+@pytest.mark.parametrize("slots", [1.0, 0.25])
+def test_a_long_prompt_of_a_streamed_model(slots, emulate, fast, in_bfloat16):
+    """In one wave and in several."""
+    tokens = mx.array([random_tokens(33)])  # 8.25 rows an expert
+
+    def streamed(kernels):
+        config = smoe_mlx.StreamingConfig(slots=slots, kernels=kernels, debug=True)
+        return load_model(in_bfloat16, config=config)[0]
+
+    expected = streamed("stock")(tokens)
+    machine = emulate()
+    model = streamed("fused")
+    for rows, used in ((8, True), (100, False)):
+        for part in model.modules():
+            if isinstance(part, StreamingSwitchGLU):
+                part.fused.prompt.min_rows = rows
+        machine.names.clear()
+        got = model(tokens)
+        assert any("smoe_prompt_" in name for name in machine.names) == used
+        assert same_bits(got, expected) != used
+        assert relative_error(got, expected.astype(F32)) < 0.1  # (on a CPU, mlx-lm rounds much)
+
+
 def test_a_streamed_model_with_groups(emulate, fast, tiny):
     folder, tokens = tiny("deepseek_v3", "affine"), mx.array([random_tokens(3)])
     expected = resident(folder)(tokens)
@@ -1229,6 +1468,22 @@ def test_tune_says_why_it_has_no_kernels(emulate, monkeypatch):
     assert "kernels were not tried: 7 bits" in str(smoe_mlx.tune("demo", seconds=1e6))
 
 
+def test_the_benchmark_of_prompts(emulate, capsys):
+    spec = importlib.util.spec_from_file_location("kernels", ROOT / "benchmarks/kernels.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    emulate("cuda")
+    benchmark.backend = lambda: "cuda"
+    tilings = [PromptTiling(), PromptTiling(8, 128, 64)]  # the second is too large
+    out = benchmark.time_prompts("small", (64, 64), 4, (16, 32), tilings, experts=8, top_k=4)
+    assert [bool(o["fault"]) for o in out] == [False, True]
+    assert out[0].keys() == {"what", "fault", "error", "ms", "kernels_ms"}
+    assert set(out[0]["ms"]) == {16, 32}
+    said = capsys.readouterr().out
+    assert "FAILED: small 4 bits, tiling (8, 128, 64, 64): KernelFault" in said
+    assert "BEST at   32 tokens: small 4 bits, tiling (4, 64, 32, 64)" in said
+
+
 def test_the_command(emulate, fast, monkeypatch, capsys):
     monkeypatch.setattr(command, "usual_geometries", lambda: {"small": (SMALL, SwiGLU())})
     assert cli.main(["selftest"]) == 1
@@ -1239,6 +1494,8 @@ def test_the_command(emulate, fast, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "small (64 x 64 q4g64 bfloat16): right; error 0.0016 (mlx-lm's " in said
     assert "2.00x at 16 tokens" in said
+    assert "small, prompts (64 x 64 q4g64 bfloat16): right; error 0.003" in said
+    assert "2.00x at 256 rows an expert" in said
     for broken, fault in (("0.0f", "an error of"), ("nothing_like_it", "FAILED")):
         emulate(
             change=lambda text, b=broken: text.replace("q.offset[p] =", f"q.offset[p] = {b}; //")
@@ -1246,7 +1503,7 @@ def test_the_command(emulate, fast, monkeypatch, capsys):
         assert cli.main(["selftest"]) == 1
         said = capsys.readouterr()
         assert fault in said.out
-        assert "not right here for small" in said.err
+        assert "not right here for small, small, prompts;" in said.err
 
 
 def test_options_are_checked():

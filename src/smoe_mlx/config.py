@@ -60,8 +60,8 @@ class StreamingConfig:
             in memory: not the model's own answers.
         kernels: what computes the experts of up to 16 tokens on a GPU. "stock": mlx-lm's own
             operations, bit for bit. "fused": two kernels that round less, where they exist for
-            this model and pass a self-test; "auto": where they are faster as well
-            (docs/kernels.md). On a CPU all are "stock".
+            this model and pass a self-test; "auto": where they are faster as well. Both: kernels
+            for prompts too, where these are faster (docs/kernels.md). On a CPU all are "stock".
         threads: reads that may be under way beside the calling thread's own.
         io: how experts are read: "pread", "direct" (past the page cache) or "mmap".
         policy: which expert makes room for another: "lru" or "lfu" (docs/policies.md).

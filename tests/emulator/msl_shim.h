@@ -12,6 +12,7 @@
 #define device
 #define constant
 #define thread
+#define threadgroup
 #define kernel
 #define METAL_FUNC inline
 #define SM_SHARED(type, name, count) \
@@ -67,7 +68,7 @@ template <class T, int N> struct smvec;
 template <class T> struct alignas(2 * sizeof(T)) smvec<T, 2> { T x, y; };
 template <class T> struct alignas(4 * sizeof(T)) smvec<T, 3> { T x, y, z; };   // MSL: 3-vectors take 4
 template <class T> struct alignas(4 * sizeof(T)) smvec<T, 4> { T x, y, z, w; };
-typedef smvec<uint, 2> uint2; typedef smvec<uint, 3> uint3; typedef smvec<uint, 4> uint4;
+typedef smvec<uint, 2> uint2; struct ulong2 { ulong x, y; ulong2(ulong a, ulong b) : x(a), y(b) {} }; typedef smvec<uint, 3> uint3; typedef smvec<uint, 4> uint4;
 typedef smvec<float, 2> float2; typedef smvec<float, 4> float4;
 typedef smvec<half, 4> half4; typedef smvec<ushort, 4> ushort4;
 
@@ -137,5 +138,30 @@ template <class T, class F> inline T sm_reduce(T v, F f, int site) {
 template <class T> inline T simd_sum(T v, int site = __builtin_LINE()) { return sm_reduce(v, [](T a, T b) { return a + b; }, site); }
 template <class T> inline T simd_max(T v, int site = __builtin_LINE()) { return sm_reduce(v, [](T a, T b) { return a < b ? b : a; }, site); }
 template <class T> inline T simd_min(T v, int site = __builtin_LINE()) { return sm_reduce(v, [](T a, T b) { return b < a ? b : a; }, site); }
+// matrices: a lane has two neighbours of a row
+template <class T, int R, int C> struct simdgroup_matrix {
+  static_assert(R == 8 && C == 8, "");
+  T e[2];
+  T* thread_elements() { return e; }
+};
+template <class T, int R, int C> inline simdgroup_matrix<T, R, C> make_filled_simdgroup_matrix(T v) { return {{v, v}}; }
+inline int sm_at(int r, int c) { return (r & 4) << 2 | (c & 4) << 1 | (r & 3) << 1 | (c & 2) >> 1; }
+inline int sm_row(int l) { return (l >> 2 & 4) | (l >> 1 & 3); }
+inline int sm_column(int l) { return (l >> 1 & 4) | (l & 1) << 1; }
+template <class T> inline void simdgroup_load(simdgroup_matrix<T, 8, 8>& d, const T* from, ulong line, ulong2 = ulong2(0, 0), bool transposed = false, int site = __builtin_LINE()) {
+  smemu::simd_sync(site);
+  const int r = sm_row(sm_mylane()), c = sm_column(sm_mylane());
+  for (int i = 0; i < 2; i++) d.e[i] = from[transposed ? (c + i) * line + r : r * line + c + i];
+}
+template <class T> inline void simdgroup_multiply_accumulate(simdgroup_matrix<float, 8, 8>& d, simdgroup_matrix<T, 8, 8>& a, simdgroup_matrix<T, 8, 8>& b, simdgroup_matrix<float, 8, 8>& c, int site = __builtin_LINE()) {
+  const float mine[4] = {a.e[0], a.e[1], b.e[0], b.e[1]};
+  auto* all = (float(*)[4])smemu::simd_put(mine, sizeof mine, site)->v;
+  const int row = sm_row(sm_mylane()), column = sm_column(sm_mylane());
+  for (int i = 0; i < 2; i++) {
+    float sum = c.e[i];
+    for (int k = 0; k < 8; k++) sum += all[sm_at(row, k)][k & 1] * all[sm_at(k, column)][2 + i];
+    d.e[i] = sum;
+  }
+}
 namespace metal { using ::simd_sum; using ::simd_max; using ::simd_min; using ::simd_shuffle_xor; }
 using namespace metal;

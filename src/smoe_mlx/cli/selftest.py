@@ -8,8 +8,10 @@ import mlx.core as mx
 
 from .. import __version__
 from ..errors import SmoeError
+from ..kernels import prompt_selftest
 from ..kernels.experts import FusedExperts, backend
-from ..kernels.selftest import operations, self_test, usual_geometries
+from ..kernels.prompt import PromptExperts
+from ..kernels.selftest import Verdict, operations, self_test, usual_geometries
 
 
 def add_commands(commands: Any) -> None:
@@ -29,16 +31,22 @@ def run_selftest(args: argparse.Namespace) -> None:
     print(f"smoe-mlx {__version__}, MLX {mlx}, {platform.platform()}, {where}: {device}")
     bad = []
     for name, (geometry, activation) in usual_geometries().items():
-        print(f"{name} ({geometry}): ", end="", flush=True)
-        try:
-            stock = operations(geometry, activation)
-            verdict = self_test(FusedExperts(geometry), stock, activation, added=2)
-        except Exception as e:  # whatever MLX, a driver or a compiler raises: report it, go on
-            print(f"FAILED\n{e}")
-            bad.append(name)
-            continue
-        if verdict.fault:
-            bad.append(name)
-        print(verdict)
+        stock = operations(geometry, activation)
+        for what in (name, f"{name}, prompts"):
+            print(f"{what} ({geometry}): ", end="", flush=True)
+            verdict: Verdict
+            try:
+                if what == name:
+                    verdict = self_test(FusedExperts(geometry), stock, activation, added=2)
+                else:
+                    prompt = PromptExperts(geometry)
+                    verdict = prompt_selftest.self_test(prompt, stock, activation)
+            except Exception as e:  # whatever MLX, a driver or a compiler raises: report it, go on
+                print(f"FAILED\n{e}")
+                bad.append(what)
+                continue
+            if verdict.fault:
+                bad.append(what)
+            print(verdict)
     if bad:
         raise SmoeError(f"the kernels are not right here for {', '.join(bad)}; they are not used.")

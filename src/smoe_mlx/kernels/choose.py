@@ -19,7 +19,10 @@ import mlx_lm
 
 from ..device import names
 from ..store.files import Known
+from . import prompt_selftest
 from .experts import FusedExperts, Geometry, Tiling, backend, kernel_text
+from .prompt import ODD_BITS, PromptExperts, PromptTiling
+from .prompt_selftest import TIMED_ROWS, PromptVerdict
 from .route import FusedRouter
 from .selftest import (
     LEAST_SPEEDUP,
@@ -105,7 +108,38 @@ class KernelChooser:
         if self.kernels == "auto":
             fused.max_tokens = verdict.max_tokens
         self._say(f"{geometry}: {verdict}, used up to {fused.max_tokens}")
-        return fused if fused.max_tokens else None
+        fused.prompt = self._decide_prompt(geometry, stock, activation)
+        return fused if fused.max_tokens or fused.prompt else None
+
+    def _decide_prompt(
+        self, geometry: Geometry, stock: Experts, activation: nn.Module
+    ) -> PromptExperts | None:
+        """The kernels for many rows, from as many on as they are faster for."""
+        prompt, what = PromptExperts(geometry), f"{geometry}, prompts"
+        if not prompt.takes(geometry):
+            self._say(f"{what}: matrix products are of 16-bit numbers")
+            return None
+        try:
+            key = _prompt_key(geometry)
+            verdict = VERDICTS.entries().get(key)
+            if verdict is None:
+                verdict = prompt_selftest.self_test(prompt, stock, activation)
+                with contextlib.suppress(OSError):  # as above
+                    VERDICTS.add(key, verdict)
+            elif not verdict.fault:
+                prompt_selftest.try_launch(prompt)
+        except Exception as e:  # as above
+            self._say(f"{what}: {str(e).strip() or type(e).__name__:.300}", warn=True)
+            return None
+        finally:
+            mx.clear_cache()
+        if verdict.fault:
+            self._say(f"{what}: {verdict.fault}", warn=True)
+            return None
+        least = verdict.min_rows if isinstance(verdict, PromptVerdict) else None
+        self._say(f"{what}: {verdict}, " + (f"used from {least} on" if least else "not used"))
+        prompt.min_rows = least or 0
+        return prompt if least else None
 
     def choose_router(self, router: FusedRouter) -> FusedRouter | None:
         """The kernel for a block's routing, or None; asked for where experts use the kernels."""
@@ -160,16 +194,28 @@ def _key(geometry: Geometry, weighted: bool, added: int = 0) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
+def _prompt_key(geometry: Geometry) -> str:
+    """The same of a verdict on the kernels for prompts."""
+    activations = (geometry.activation, "u")
+    texts = [kernel_text(backend() or "", "prompt", (), a)["name"] for a in activations]
+    parts = [_key(geometry, False), texts, PromptTiling(), ODD_BITS]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
 def _verdict(entry: dict[str, Any]) -> Verdict:
     fault, speedup = entry["fault"], {int(n): s for n, s in entry["speedup"].items()}
     numbers = [entry["error"], entry["stock_error"], *speedup.values()]
     # (NaN is an error that a kernel may well have, with a fault.)
     if not isinstance(fault, str) or not all(isinstance(x, float) for x in numbers):
         raise ValueError("not a verdict")
-    ok = all(math.isfinite(x) and x > 0 for x in numbers) and set(speedup) == set(TIMED_TOKENS)
-    if not fault and not ok:
+    kinds: dict[frozenset[int], type[Verdict]] = {
+        frozenset(TIMED_TOKENS): Verdict,
+        frozenset(TIMED_ROWS): PromptVerdict,
+    }
+    kind = kinds.get(frozenset(speedup))
+    if not fault and not (kind and all(math.isfinite(x) and x > 0 for x in numbers)):
         raise ValueError("not a verdict")
-    return Verdict(fault, entry["error"], entry["stock_error"], speedup)
+    return (kind or Verdict)(fault, entry["error"], entry["stock_error"], speedup)
 
 
 VERDICTS = Known("kernels", 1, _verdict)

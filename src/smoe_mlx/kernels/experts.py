@@ -22,6 +22,7 @@ from ..store.layout import TensorSpec
 
 if TYPE_CHECKING:
     from ..layers.switch import Projection
+    from .prompt import PromptExperts
 
 Kernel = Callable[..., list[mx.array]]
 Arrays = Mapping[tuple[str, str], mx.array]
@@ -190,7 +191,8 @@ def kernel_text(
     """Name, header and source. The name is one of the text: MLX finds compiled code by name.
 
     Args:
-        body: the files that have it, without suffixes: "expert", "expert+miss", "sum" or "route".
+        body: the files that have it, without suffixes: "expert", "expert+miss", "sum", "route" or
+            "prompt".
         inputs: those that the kernel is given.
         activation: C text of `u` and `g`.
     """
@@ -200,6 +202,8 @@ def kernel_text(
         return re.sub(r"^ *//.*\n| +//.*", "", (folder / file).read_text("ascii"), flags=re.M)
 
     header = text(f"{backend}.h") + text("common.h")
+    if body == "prompt":
+        header += text(f"{backend}_matrix.h")
     if activation:
         header += f"SM_FN float sm_activation(float u, float g) {{ return {activation}; }}\n"
     for name, other in STAND_INS.items():  # what is not given is not used either, but named
@@ -272,6 +276,9 @@ class FusedExperts:
         tilings: of the first kernel and of the second.
         compiled: a call is traced once for each of its shapes, and replayed by MLX then, which
             costs the host less.
+
+    Attributes:
+        prompt: computes calls of many rows.
     """
 
     def __init__(
@@ -283,6 +290,7 @@ class FusedExperts:
     ):
         self.geometry, self.max_tokens, self.tilings = geometry, max_tokens, tilings
         self.compiled = compiled
+        self.prompt: PromptExperts | None = None
         g = geometry
         ups = ("up_proj", "gate_proj") if g.gated else ("fc1",)
         kinds = ("weight", *(("scales", "biases") if g.mode == "affine" else ("scales",)))

@@ -121,15 +121,25 @@ def reference(
     return project("down_proj" if g.gated else "fc2", h, g.down).squeeze(-2)
 
 
-def operations(geometry: Geometry, activation: nn.Module) -> Experts:
-    """mlx-lm's operations for experts of this geometry, as the streaming modules call them."""
+def operations(
+    geometry: Geometry,
+    activation: nn.Module,
+    fused: FusedExperts | None = None,
+    experts: int = SLOTS,
+) -> Experts:
+    """mlx-lm's operations for so many experts of this geometry, as the streaming modules call them.
+
+    Args:
+        fused: kernels that are called where they fit.
+    """
     g = geometry
     names = ("gate_proj", "up_proj", "down_proj") if g.gated else ("fc1", "fc2")
     parts = {name: Projection(name, g.up[1], g.up[0], g.mode) for name in names[:-1]}
     parts[names[-1]] = Projection(names[-1], g.down[1], g.down[0], g.mode)
     kind: Any = StreamingSwitchGLU if g.gated else StreamingSwitchMLP
-    nothing = SimpleNamespace(layouts=[SimpleNamespace(num_experts=SLOTS)])  # no cache is asked
+    nothing = SimpleNamespace(layouts=[SimpleNamespace(num_experts=experts)])  # no cache is asked
     module = kind(nothing, 0, **parts, activation=activation)
+    module.fused = fused
     module.eval()
     return module.in_one  # type: ignore[no-any-return]
 

@@ -335,6 +335,19 @@ class _StreamingSwitch(nn.Module):
         usable = fused is not None and not self.training and fused.fits(x, indices)
         return fused if usable else None
 
+    def _in_order(
+        self, arrays: Arrays, x: mx.array, tokens: mx.array, slots: mx.array, experts: int
+    ) -> mx.array:
+        """x [tokens, 1, D] of the given tokens [n] by slots [n], in order -> [n, 1, D].
+
+        Args:
+            experts: no more than so many different slots.
+        """
+        prompt = self.fused.prompt if self.fused is not None and not self.training else None
+        if prompt is not None and prompt.fits(x, slots, experts):
+            return prompt(arrays, x, tokens, slots, experts)[:, None]
+        return self._experts(arrays, x[tokens], slots, True)
+
     def in_one(
         self,
         arrays: Arrays,
@@ -357,8 +370,8 @@ class _StreamingSwitch(nn.Module):
         if in_order:
             rows = indices.flatten()
             order = mx.argsort(rows)  # what one expert computes, side by side
-            x = x.flatten(0, -3)[order // indices.shape[-1]]
-            x = self._experts(arrays, x, rows[order], True)
+            tokens = order // indices.shape[-1]
+            x = self._in_order(arrays, x.flatten(0, -3), tokens, rows[order], self._num_experts)
             x = mx.unflatten(x[mx.argsort(order)], 0, indices.shape)
         else:
             x = self._experts(arrays, x, indices, False)
@@ -393,12 +406,13 @@ class _StreamingSwitch(nn.Module):
                 order = np.argsort(slots, kind="stable")
                 pairs, slots = pairs[order], slots[order]
                 rows = mx.expand_dims(x.reshape(-1, x.shape[-1]), -2)  # [tokens, 1, D]
-                y = self._experts(
-                    self._cache.arrays(self._layer),
-                    rows[mx.array(pairs // ids.shape[-1])],
-                    mx.array(slots.astype(np.uint32)),
-                    ids.size >= SORT_FROM,
-                )
+                tokens = mx.array(pairs // ids.shape[-1])
+                places = mx.array(slots.astype(np.uint32))
+                arrays = self._cache.arrays(self._layer)
+                if ids.size >= SORT_FROM:
+                    y = self._in_order(arrays, rows, tokens, places, len(experts))
+                else:
+                    y = self._experts(arrays, rows[tokens], places, False)
                 mx.eval(y)  # before the next wave rewrites these slots
                 outputs[n].append(y)
                 orders[n].append(pairs)
