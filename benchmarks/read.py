@@ -43,7 +43,7 @@ def sequential(path: Path, seconds: float) -> float:
     count, done, start = file.size // BLOCK, 0, time.perf_counter()
 
     def one(i: int) -> int:
-        file.read(_Read(0, i * BLOCK, _pages(BLOCK)[:BLOCK], ("block",)))
+        file.read(_Read((0, i * BLOCK, _pages(BLOCK)[:BLOCK], ("block",))))
         return BLOCK
 
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
