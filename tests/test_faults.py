@@ -17,7 +17,7 @@ from conftest import interrupt_at_line, random_tokens, resident, same_bits
 from mlx_lm.generate import generate_step as mlx_generate_step
 
 import smoe_mlx
-from smoe_mlx.cache import bank
+from smoe_mlx.cache.bank import SlotBank
 from smoe_mlx.cache.usage import Usage
 from smoe_mlx.forward.decode import MODES
 from smoe_mlx.generate import generate_step
@@ -250,15 +250,14 @@ def test_ctrl_c_anywhere_in_a_generation_beside_another_model(mode, folder, expe
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("[malloc] no room")], ids=repr)
 def test_no_memory_for_slots(folder, expected, monkeypatch, error):
     """Wherever it is missing: the same error, and the right answer when there is some again."""
-    calls = itertools.count()
+    calls, allocate = itertools.count(), SlotBank._allocate
 
-    def allocate(*args):
+    def failing(*args):
         if next(calls) == n:
             raise error
-        return zeros(*args)
+        return allocate(*args)
 
-    zeros = bank._page_aligned_zeros
-    monkeypatch.setattr(bank, "_page_aligned_zeros", allocate)
+    monkeypatch.setattr(SlotBank, "_allocate", failing)
     n, config = -1, smoe_mlx.StreamingConfig(slots=0.3, debug=True)
     for act in (answer, lambda model: smoe_mlx.resize(model, slots=0.6)):
         for n in itertools.count():

@@ -73,6 +73,18 @@ def test_any_entry_of_a_config_is_refused_or_loads(copies, tiny, data):
     assert any(word in said for word in ("config.json", str(folder), "slots")), said
 
 
+@pytest.mark.parametrize(
+    "value", [0.5, 9.4e304, 10**400, float("nan"), [3]], ids=lambda x: f"{x!r:.9}"
+)
+def test_a_hostile_number_of_experts_a_token_is_refused(copies, tiny, value):
+    """mlx-lm builds a model that cannot run, and the plan must not believe it."""
+    config = json.loads((tiny("qwen3_moe", "affine") / "config.json").read_text())
+    config["num_experts_per_tok"] = value
+    (copies["qwen3_moe"] / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_model(copies["qwen3_moe"], config=smoe_mlx.StreamingConfig(slots=0.5))
+
+
 CONFIGS = {
     "deep": DEEP,
     "deep in the middle": '{"a": ' + DEEP,

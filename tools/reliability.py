@@ -284,11 +284,12 @@ def show_mutation(figures: dict[str, Any]) -> list[str]:
     return [
         "## Mutants",
         "",
-        *table(("of", "mutants", "killed", "share", "of all, with 95 % certainty"), *rows),
+        *table(("of", "mutants", "killed", "share", "95 % interval"), *rows),
         "",
         *prose("""
-            A random sample of all small changes of these packages. What survived was read:
-            [mutation.md](reliability/mutation.md)."""),
+            A random sample of all small changes of these packages. What survived was read, and
+            tests were written: [mutation.md](reliability/mutation.md) says how many were killed
+            before, and why the rest is left."""),
     ]
 
 

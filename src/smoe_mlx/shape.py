@@ -20,6 +20,7 @@ from mlx_lm.models.cache import (
 )
 
 from .config import StreamingConfig
+from .errors import CheckpointError
 from .plan import PREFILL_STEPS, LayerShape, ModelShape
 from .skeleton import Skeleton, Switch, replace_module
 
@@ -43,6 +44,9 @@ def measure_shape(skeleton: Skeleton, options: StreamingConfig) -> ModelShape:
 
     Args:
         options: `context` and how the KV cache is quantised count.
+
+    Raises:
+        CheckpointError: config.json gives a size that cannot be.
     """
     model, config = skeleton.model, skeleton.config
     probes = [_Probe(s) for s in skeleton.switches]
@@ -51,7 +55,7 @@ def measure_shape(skeleton: Skeleton, options: StreamingConfig) -> ModelShape:
     text = config.get("text_config") or config
     context = options.context
     if context is None:
-        context = min(4096, int(text.get("max_position_embeddings") or 4096))
+        context = min(4096, _number(text, "max_position_embeddings", 4096))
     kv_nbytes = kv_beside = score_nbytes = 0
     itemsize = 2
     windows: set[int] = set()
@@ -72,21 +76,21 @@ def measure_shape(skeleton: Skeleton, options: StreamingConfig) -> ModelShape:
             replace_module(model, s.path, s.module)
     layers = tuple(
         LayerShape(
-            probe.top_k or int(text.get("num_experts_per_tok") or 1),
+            probe.top_k or min(_number(text, "num_experts_per_tok", 1), s.num_experts),
             next(iter(s.linears.values())).input_dims,
             next(iter(s.linears.values())).output_dims,
         )
         for s, probe in zip(skeleton.switches, probes, strict=True)
     )
-    hidden_size = int(text.get("hidden_size") or layers[0].input_dims)
-    heads = int(text.get("num_attention_heads") or 1)
+    hidden_size = _number(text, "hidden_size", layers[0].input_dims)
+    heads = _number(text, "num_attention_heads", 1)
     return ModelShape(
         backbone_nbytes=sum(a.nbytes for _, a in tree_flatten(model) if isinstance(a, mx.array)),
         layers=layers,
         hidden_size=hidden_size,
         num_heads=heads,
-        head_dim=int(text.get("head_dim") or hidden_size // heads),
-        vocab_size=int(text.get("vocab_size") or 0),
+        head_dim=_number(text, "head_dim", hidden_size // heads),
+        vocab_size=_number(text, "vocab_size", 0),
         activation_itemsize=itemsize,
         context=context,
         kv_nbytes=kv_nbytes,
@@ -95,6 +99,14 @@ def measure_shape(skeleton: Skeleton, options: StreamingConfig) -> ModelShape:
         mask_windows=tuple(sorted(windows)),
         keeps_buffers=mx.default_device() != mx.cpu,
     )
+
+
+def _number(text: dict[str, Any], name: str, default: int) -> int:
+    """A size that the config gives. mlx-lm may have built a model without a look at it."""
+    value = text.get(name) or default
+    if not isinstance(value, int | float) or not min(default, 1) <= value < 1 << 53:
+        raise CheckpointError(f"config.json: {name} is {value!r:.40}, which no model can have.")
+    return int(value)
 
 
 def _kv_nbytes(cache: Sequence[Any], context: int, options: StreamingConfig) -> int:
