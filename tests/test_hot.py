@@ -160,7 +160,11 @@ def test_what_a_killed_process_left_goes_with_the_next_save(model, tmp_path):
     assert sorted(os.listdir(tmp_path)) == sorted([path.name, *names[2:]])
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_other(model, tmp_path, monkeypatch):
+FULL = OSError(errno.ENOSPC, "No space left")
+
+
+@pytest.mark.parametrize(("error", "why"), [(FULL, "No space left"), (MemoryError(), "no memory")])
+def test_a_failed_write_leaves_the_old_file_and_no_other(error, why, model, tmp_path, monkeypatch):
     path = tmp_path / "usage.json"
     used(model, path).save()
     before = path.read_bytes()
@@ -168,10 +172,10 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(model, tmp_path, monkey
     usage.saw([(0, 3)])
 
     def full(fd):
-        raise OSError(errno.ENOSPC, "No space left")
+        raise error
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.warns(UserWarning, match=r"usage\.json: cannot be written \(No space left\)"):
+    with pytest.warns(UserWarning, match=rf"usage\.json: cannot be written \({why}\)"):
         usage.save()
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["usage.json"]

@@ -6,6 +6,7 @@ no process started, nothing unpickled, no connection made; and no more Python me
 than `MOST_PER_BYTE` for each byte of the file beside a constant.
 """
 
+import atexit
 import contextlib
 import logging
 import os
@@ -40,6 +41,7 @@ mx.set_default_device(mx.cpu)
 logging.disable()
 warnings.simplefilter("ignore")
 FOLDER = Path(os.path.realpath(tempfile.mkdtemp(prefix="fuzz-")))
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 DEMO = Path(smoe_mlx.__file__).parent / "demo"
 
 # ---- the guard -----------------------------------------------------------------------------------

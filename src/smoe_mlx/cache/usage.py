@@ -69,15 +69,16 @@ class Usage:
         if self.path is None or self._unit == self._saved:
             return
         document = {"format": FORMAT, "version": VERSION, "model": self.fingerprint}
-        document["weights"] = [
-            [float(f"{self.weight((i, e)):.4g}") for e in range(n)]
-            for i, n in enumerate(self._counts)
-        ]
         self._saved = self._unit
         try:
+            document["weights"] = [
+                [float(f"{self.weight((i, e)):.4g}") for e in range(n)]
+                for i, n in enumerate(self._counts)
+            ]
             write_json(self.path, document)
-        except OSError as e:
-            warnings.warn(f"{self.path}: cannot be written ({e.strerror or e}).", stacklevel=2)
+        except (OSError, MemoryError) as e:
+            why = str(getattr(e, "strerror", None) or e) or "no memory"
+            warnings.warn(f"{self.path}: cannot be written ({why}).", stacklevel=2)
 
     def load(self) -> None:
         """Take up what the file says, if there is one.
