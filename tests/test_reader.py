@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from smoe_mlx.errors import CheckpointChangedError, ExpertReadError, SmoeError
 from smoe_mlx.store import reader as reader_module
+from smoe_mlx.store.layout import ExpertLayout, TensorSpec
 from smoe_mlx.store.reader import (
     IO_MODES,
     IOV_MAX,
@@ -221,6 +222,36 @@ def test_adjacent_requests_become_one_read(monkeypatch, one_file):
     reader.close()
     assert (reader.stats.requests, reader.stats.reads, preadv.calls) == (20, 1, 1)
     assert reader.stats.bytes == 1000
+
+
+def test_what_lies_apart_is_not_joined_while_reads_are_quick(one_file):
+    reader = ExpertReader([one_file], threads=2)
+    for slow, apart, reads in ((False, True, 3), (True, True, 2), (False, False, 2)):
+        reader._slow = slow
+        requests = [request(0, offset, 10) for offset in (9000, 0, 10)]
+        reading = reader.reading(requests, apart=apart)
+        assert len(reading.reads) == reads
+        reader.finish(reading)
+        for _, offset, buffer, _ in requests:
+            assert bytes(buffer) == real_pread(one_file, 10, offset)
+    assert reader.stats.bytes == 90
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    ("places", "apart"),
+    [
+        ([(0, 0), (0, 100 + MERGE_GAP_NBYTES)], False),
+        ([(0, 0), (0, 101 + MERGE_GAP_NBYTES)], True),
+        ([(0, 51 + MERGE_GAP_NBYTES), (0, 0)], True),
+        ([(0, 50), (0, 0)], False),
+        ([(1, 100), (0, 0)], True),
+    ],
+)
+def test_a_layout_knows_whether_an_experts_tensors_are_apart(places, apart):
+    tensors = tuple(TensorSpec("up_proj", f"t{n}", "U8", (n,), n) for n in (100, 50))
+    files, offsets = (np.array([[x] for x in xs]) for xs in zip(*places, strict=True))
+    assert ExpertLayout("layer", 1, tensors, files, offsets).apart == apart
 
 
 def test_small_gaps_are_bridged_and_large_ones_are_not(one_file):

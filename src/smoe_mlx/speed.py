@@ -112,7 +112,9 @@ class _NoReads(ExpertReader):
     def __init__(self) -> None:
         super().__init__([], threads=0)
 
-    def reading(self, requests: Sequence[ReadRequest], bet: bool = False) -> Reading:
+    def reading(
+        self, requests: Sequence[ReadRequest], bet: bool = False, apart: bool = False
+    ) -> Reading:
         return super().reading((), bet)
 
 

@@ -287,7 +287,8 @@ class SlotCache:
             if e not in loading.slots:
                 loading.slots[e] = new[e] = self._take_slot(bank, self._claimed, demand=True)
         if new:
-            reading = self.reader.reading(self._requests(bank, layer, new))
+            requests = self._requests(bank, layer, new)
+            reading = self.reader.reading(requests, apart=self.layouts[layer].apart)
             loading.readings.insert(0, reading)
             if ahead or len(loading.readings) > 1:
                 self.reader.start(reading)

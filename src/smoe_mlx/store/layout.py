@@ -8,12 +8,12 @@ per-expert checkpoints (a tensor an expert) and vaults alike.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import repeat
+from itertools import pairwise, repeat
 
 import numpy as np
 
 from ..errors import CheckpointError
-from .reader import ReadRequest
+from .reader import MERGE_GAP_NBYTES, ReadRequest
 from .safetensors import Checkpoint, TensorInfo
 
 
@@ -69,6 +69,17 @@ class ExpertLayout:
     def _places(self) -> list[tuple[list[int], list[int]]]:
         """[E] (files, offsets): lists, faster than arrays for a few experts."""
         return list(zip(self.file_ids.T.tolist(), self.offsets.T.tolist(), strict=True))
+
+    @cached_property
+    def apart(self) -> bool:
+        """Whether the tensors of an expert lie so that no two can be read as one."""
+        files, offsets = self._places[0]
+        sizes = [t.nbytes for t in self.tensors]
+        places = sorted(zip(files, offsets, sizes, strict=True))
+        return all(
+            file != other or offset + size + MERGE_GAP_NBYTES < start
+            for (file, offset, size), (other, start, _) in pairwise(places)
+        )
 
     @cached_property
     def _names(self) -> list[str]:

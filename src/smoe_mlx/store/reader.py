@@ -367,9 +367,16 @@ class ExpertReader:
         """
         self.finish(self.reading(requests))
 
-    def reading(self, requests: Sequence[ReadRequest], bet: bool = False) -> Reading:
-        """What is to be read, not begun yet. A bet yields to all that is not one."""
-        return Reading(merge(requests), bet)
+    def reading(
+        self, requests: Sequence[ReadRequest], bet: bool = False, apart: bool = False
+    ) -> Reading:
+        """What is to be read, not begun yet. A bet yields to all that is not one.
+
+        Args:
+            apart: few of the requests, if any, touch: while reads are quick, looking costs more.
+        """
+        one_by_one = apart and not self._slow
+        return Reading([*map(_Read, requests)] if one_by_one else merge(requests), bet)
 
     def start(self, reading: Reading) -> None:
         """Let threads begin; `finish` or `cancel` must follow."""
