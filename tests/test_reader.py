@@ -88,7 +88,17 @@ def three_files(tmp_path_factory):
         f.close()
 
 
+class PlainReader(ExpertReader):
+    """Takes all requests as they come, as what lies apart while reads are quick."""
+
+    def reading(self, requests, bet=False, apart=True):
+        self._slow = False
+        return super().reading(requests, bet, apart)
+
+
 def open_reader(files, io: str, threads: int = 2) -> ExpertReader:
+    if io == "plain":
+        return PlainReader(files, threads)
     reader = ExpertReader(files, threads, io)
     if reader.io != io:
         reader.close()
@@ -96,7 +106,7 @@ def open_reader(files, io: str, threads: int = 2) -> ExpertReader:
     return reader
 
 
-@pytest.fixture(scope="module", params=["alone", *IO_MODES])
+@pytest.fixture(scope="module", params=["alone", "plain", *IO_MODES])
 def shared_reader(request, three_files):
     if request.param == "alone":
         reader = ExpertReader(three_files, threads=0)
@@ -411,7 +421,7 @@ def test_time_that_a_read_took_is_counted_as_waited(monkeypatch, one_file):
 far_apart = [(0, 10_000 * i, 100) for i in range(9)]
 
 
-@pytest.mark.parametrize("io", ["pread", "direct"])
+@pytest.mark.parametrize("io", ["pread", "plain", "direct"])
 def test_short_reads_are_continued(monkeypatch, one_file, io):
     reader = open_reader([one_file], io)
     calls = []
@@ -432,9 +442,10 @@ def test_short_reads_are_continued(monkeypatch, one_file, io):
     assert len(calls) > reader.stats.reads, "no read came short"
 
 
+@pytest.mark.parametrize("kind", [ExpertReader, PlainReader])
 @pytest.mark.parametrize("threads", [0, 3])
 def test_a_failed_read_names_file_and_request_and_leaves_nothing_under_way(
-    monkeypatch, one_file, threads
+    monkeypatch, one_file, threads, kind
 ):
     def fail(offset):
         time.sleep(0.002)
@@ -442,7 +453,7 @@ def test_a_failed_read_names_file_and_request_and_leaves_nothing_under_way(
             raise OSError(errno.EIO, "broken")
 
     preadv = Preadv(monkeypatch, fail)
-    reader = ExpertReader([one_file], threads=threads)
+    reader = kind([one_file], threads=threads)
     with pytest.raises(ExpertReadError) as caught:
         reader.read([request(*p) for p in far_apart])
     preadv.assert_quiet()
@@ -494,7 +505,7 @@ def test_a_truncated_file_is_reported_as_changed(one_file, io):
     reader.close()
 
 
-@pytest.mark.parametrize("io", ["pread", "direct"])
+@pytest.mark.parametrize("io", ["pread", "plain", "direct"])
 def test_a_read_that_ends_early_is_an_error_even_if_the_file_looks_unchanged(
     monkeypatch, one_file, io
 ):

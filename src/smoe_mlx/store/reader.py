@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from traceback import walk_stack
+from typing import Any
 
 import numpy as np
 
@@ -171,11 +172,22 @@ class _File:
         except OSError as e:
             if isinstance(e, ExpertReadError):
                 raise
-            at = getattr(e, "offset", read.offset)
-            raise ExpertReadError(
-                e.errno,
-                f"{self.path}: reading {read.label_at(at)} failed: {os.strerror(e.errno or 0)}",
-            ) from e
+            raise self._failed(read, e) from e
+
+    def read_plain(self, request: ReadRequest) -> None:
+        """The same for one request in mode "pread", quicker."""
+        _, offset, buffer, label = request
+        try:
+            n = os.preadv(self.fd, (buffer,), offset)
+        except OSError as e:
+            raise self._failed(_Read(request), e) from e
+        if n < len(buffer):
+            self.read(_Read((-1, offset + n, buffer[n:], label)))
+
+    def _failed(self, read: _Read, e: OSError) -> ExpertReadError:
+        what = read.label_at(getattr(e, "offset", read.offset))
+        message = f"{self.path}: reading {what} failed: {os.strerror(e.errno or 0)}"
+        return ExpertReadError(e.errno, message)
 
     def _short(self, read: _Read, end: int) -> ExpertReadError:
         return ExpertReadError(
@@ -319,8 +331,10 @@ class ExpertReader:
             raise ValueError(f"io={io!r}: one of {', '.join(IO_MODES)}")
         files_ = self._files = [_File(f, io) for f in files]
 
-        def read_one(read: _Read) -> None:
-            if uploader is None:
+        def read_one(read: _Read | ReadRequest) -> None:
+            if isinstance(read, tuple):
+                files_[read[0]].read_plain(read)
+            elif uploader is None:
                 files_[read.file].read(read)
             else:
                 _read_and_upload(uploader, files_[read.file], read)
@@ -331,6 +345,7 @@ class ExpertReader:
         self._slow, self._calls = True, 0  # how the last reads went
         refused = io == "direct" and any(f.own_fd < 0 for f in self._files)
         self.io = "pread" if refused else io
+        self._plain = self.io == "pread" and uploader is None
         self.stats = ReaderStats()
         # Joins the threads when the reader is freed, and at exit, before the interpreter goes.
         self.close = weakref.finalize(self, _close_all, self._streamer, self._files, uploader)
@@ -375,8 +390,8 @@ class ExpertReader:
         Args:
             apart: few of the requests, if any, touch: while reads are quick, looking costs more.
         """
-        one_by_one = apart and not self._slow
-        return Reading([*map(_Read, requests)] if one_by_one else merge(requests), bet)
+        plain = apart and self._plain and not self._slow
+        return Reading(requests if plain else merge(requests), bet)
 
     def start(self, reading: Reading) -> None:
         """Let threads begin; `finish` or `cancel` must follow."""
@@ -436,13 +451,15 @@ class ExpertReader:
                 self._streamer.forget(reading)
                 reading.queued = False
 
-    def _count(self, reads: Sequence[_Read]) -> None:
+    def _count(self, reads: Sequence[Any]) -> None:
+        plain = bool(reads) and isinstance(reads[0], tuple)
         self.stats.reads += len(reads)
-        self.stats.requests += sum([len(r.requests) for r in reads])
-        self.stats.bytes += sum([r.nbytes for r in reads])
+        self.stats.requests += len(reads) if plain else sum([len(r.requests) for r in reads])
+        self.stats.bytes += sum([len(r[2]) if plain else r.nbytes for r in reads])
 
     def _check_unchanged(self, readings: Sequence[Reading]) -> None:
-        for i in {read.file for reading in readings for read in reading.reads}:
+        every = [read for reading in readings for read in reading.reads]
+        for i in {read[0] if isinstance(read, tuple) else read.file for read in every}:
             source = self._files[i].source
             try:
                 source.check_unchanged()
