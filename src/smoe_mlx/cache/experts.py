@@ -119,7 +119,7 @@ class SharedExpertCache(SlotCache):
         A bet that cannot be read is given up: a claim that needs the expert will say why.
         """
         bank = self._bank_of[layer]
-        experts = [e for i, e in bank.bets if i == layer]
+        experts = self.bet_on(layer)
         if not experts:
             return
         stats = self.stats.layers[layer]
@@ -150,9 +150,9 @@ class SharedExpertCache(SlotCache):
             and all(bet.reading.done for bet in list(bank.bets.values()))  # else the disk is busy
         )
 
-    def bet_on(self, layer: int) -> set[int]:
+    def bet_on(self, layer: int) -> list[int]:
         """The experts of `layer` that are being read, or were, and no claim has asked for yet."""
-        return {e for i, e in list(self._bank_of[layer].bets) if i == layer}
+        return [e for i, e in self._bank_of[layer].bets if i == layer]
 
     def prefetch(
         self, layer: int, experts: Sequence[int], judged: bool = True, settle: bool = True

@@ -2,6 +2,8 @@
 
 import argparse
 import platform
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -32,15 +34,15 @@ def run_selftest(args: argparse.Namespace) -> None:
     bad = []
     for name, (geometry, activation) in usual_geometries().items():
         stock = operations(geometry, activation)
-        for what in (name, f"{name}, prompts"):
+        experts, prompt = FusedExperts(geometry), PromptExperts(geometry)
+        tests: dict[str, Callable[[], Verdict]] = {
+            name: partial(self_test, experts, stock, activation, added=2),
+            f"{name}, prompts": partial(prompt_selftest.self_test, prompt, stock, activation),
+        }
+        for what, test in tests.items():
             print(f"{what} ({geometry}): ", end="", flush=True)
-            verdict: Verdict
             try:
-                if what == name:
-                    verdict = self_test(FusedExperts(geometry), stock, activation, added=2)
-                else:
-                    prompt = PromptExperts(geometry)
-                    verdict = prompt_selftest.self_test(prompt, stock, activation)
+                verdict = test()
             except Exception as e:  # whatever MLX, a driver or a compiler raises: report it, go on
                 print(f"FAILED\n{e}")
                 bad.append(what)

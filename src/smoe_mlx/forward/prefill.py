@@ -192,6 +192,7 @@ class _Pass:
         self.tokens = 0
         self.expected = set[int]()  # experts that the next layer is predicted to need
         self.right = self.wrong = 0  # predictions of this pass
+        self.known = np.array(0)  # [E]: how often the chunks so far chose each expert of a layer
         self.room = 0  # experts of the next layer that can be in memory beside this one's
 
     def run(self, model: nn.Module, chunks: Sequence[mx.array], emits: bool) -> mx.array | None:
@@ -283,6 +284,7 @@ class _Pass:
             ends.append(end)
         for s in range(stops):
             waiting = []
+            self.known = np.array(0)
             # If all chunks will want experts of the next layer, some may be read ahead.
             coming = self.following.get(self.rows[0][s].layer)
             if not all(s + 1 < end for end in ends):
@@ -309,7 +311,7 @@ class _Pass:
                     row[s - 1] = _Stop()  # frees what it held
                 self.report((s + (j + 1) / len(self.rows)) / stops)
                 if waiting and row is not self.rows[-1]:
-                    self.read_known(waiting)
+                    self.read_known(waiting[-1])
             self.experts.settle()
             self.release(s)
             mx.clear_cache()
@@ -372,12 +374,8 @@ class _Pass:
         if guesses and self.wrong <= FEW_WRONG + MOST_WRONG * (self.right + self.wrong):
             often = OFTEN if guesses[0].shape[-1] < stops[0].ids.shape[-1] else OFTEN_UNRANKED
             flat = np.concatenate([np.array(g).ravel() for g in guesses])
-            times = np.bincount(flat, minlength=count)
-            there = experts.table(coming) >= 0
-            # One that is in memory is not to be evicted for one that is not: it goes first.
-            likely = np.where(there, times > 0, times >= often)
-            order = np.lexsort((-times, ~there))
-            wanted = order[likely[order]][:room].tolist()
+            times, there = np.bincount(flat, minlength=count), experts.table(coming) >= 0
+            wanted = _most_wanted(times, there, often)[:room]
             self.expected = {e for e in wanted if not there[e]}
         elif used == experts.layouts[layer].num_experts and room >= count:
             wanted = list(range(count))
@@ -385,21 +383,24 @@ class _Pass:
             return
         experts.prefetch(coming, wanted, judged=False)
 
-    def read_known(self, stops: list[_Stop]) -> None:
-        """Let experts be read that the chunks so far need of a layer, while others come up to it.
+    def read_known(self, stop: _Stop) -> None:
+        """Let experts be read that this chunk and those before it need of a layer, while others
+        come up to it.
 
         The layer before is still in use, by those others: there is only the room beside it.
         """
-        experts, layer = self.experts, stops[0].layer
-        if not (stops[0].fits and experts.may_prefetch(layer)):
+        experts, layer = self.experts, stop.layer
+        if not (stop.fits and experts.reader.slow):
             return
         there = experts.table(layer) >= 0
-        flat = np.concatenate([np.array(s.ids).ravel() for s in stops])
-        times = np.bincount(flat, minlength=len(there))[: len(there)]
+        count = len(there)
+        self.known = self.known + np.bincount(np.array(stop.ids).ravel(), minlength=count)[:count]
+        if not experts.may_prefetch(layer):
+            return
+        times = self.known.copy()
         for e in experts.bet_on(layer):
             there[e], times[e] = True, max(1, times[e])
-        order = np.lexsort((-times, ~there))  # as in read_ahead
-        wanted = order[times[order] > 0][: self.room].tolist()
+        wanted = _most_wanted(times, there, 1)[: self.room]
         # What is still to be evaluated reads slots of the claim alone, which no bet takes.
         experts.prefetch(layer, wanted, judged=False, settle=False)
 
@@ -419,6 +420,17 @@ class _Pass:
                 self.cache[i].trim(self.tokens)
             else:
                 self.cache[i] = saved()
+
+
+def _most_wanted(times: np.ndarray, there: np.ndarray, least: int) -> list[int]:
+    """Experts that were chosen so many times, the most frequent first.
+
+    Those that are in memory come before them, however seldom they were chosen: they are not to be
+    evicted for one that is not.
+    """
+    chosen = np.where(there, times > 0, times >= least)
+    order = np.lexsort((-times, ~there))
+    return order[chosen[order]].tolist()  # type: ignore[no-any-return]
 
 
 # ---- prompt caches, whatever their class ---------------------------------------------------------

@@ -10,6 +10,7 @@ import json
 import math
 import platform
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -88,22 +89,13 @@ class KernelChooser:
         self, geometry: Geometry, stock: Experts, activation: nn.Module, weighted: bool, added: int
     ) -> FusedExperts | None:
         fused = FusedExperts(geometry)
-        try:
-            key = _key(geometry, weighted, added)
-            verdict = VERDICTS.entries().get(key)
-            if verdict is None:
-                verdict = self_test(fused, stock, activation, weighted, added)
-                with contextlib.suppress(OSError):  # then it is found again next time
-                    VERDICTS.add(key, verdict)
-            elif not verdict.fault:
-                try_launch(fused, added)
-        except Exception as e:  # whatever MLX, a driver or a compiler raises
-            self._say(f"{geometry}: {str(e).strip() or type(e).__name__:.300}", warn=True)
-            return None
-        finally:
-            mx.clear_cache()
-        if verdict.fault:
-            self._say(f"{geometry}: {verdict.fault}", warn=True)
+        verdict = self._tested(
+            str(geometry),
+            lambda: _key(geometry, weighted, added),
+            lambda: self_test(fused, stock, activation, weighted, added),
+            lambda: try_launch(fused, added),
+        )
+        if verdict is None:
             return None
         if self.kernels == "auto":
             fused.max_tokens = verdict.max_tokens
@@ -119,16 +111,37 @@ class KernelChooser:
         if not prompt.takes(geometry):
             self._say(f"{what}: matrix products are of 16-bit numbers")
             return None
+        verdict = self._tested(
+            what,
+            lambda: _prompt_key(geometry),
+            lambda: prompt_selftest.self_test(prompt, stock, activation),
+            lambda: prompt_selftest.try_launch(prompt),
+        )
+        if verdict is None:
+            return None
+        least = verdict.min_rows if isinstance(verdict, PromptVerdict) else None
+        self._say(f"{what}: {verdict}, " + (f"used from {least} on" if least else "not used"))
+        prompt.min_rows = least or 0
+        return prompt if least else None
+
+    def _tested(
+        self,
+        what: str,
+        key_of: Callable[[], str],
+        test: Callable[[], Verdict],
+        launch: Callable[[], None],
+    ) -> Verdict | None:
+        """What a self-test says now, or said on this machine before; None: `what` is not used."""
         try:
-            key = _prompt_key(geometry)
+            key = key_of()
             verdict = VERDICTS.entries().get(key)
             if verdict is None:
-                verdict = prompt_selftest.self_test(prompt, stock, activation)
-                with contextlib.suppress(OSError):  # as above
+                verdict = test()
+                with contextlib.suppress(OSError):  # then it is found again next time
                     VERDICTS.add(key, verdict)
             elif not verdict.fault:
-                prompt_selftest.try_launch(prompt)
-        except Exception as e:  # as above
+                launch()
+        except Exception as e:  # whatever MLX, a driver or a compiler raises
             self._say(f"{what}: {str(e).strip() or type(e).__name__:.300}", warn=True)
             return None
         finally:
@@ -136,10 +149,7 @@ class KernelChooser:
         if verdict.fault:
             self._say(f"{what}: {verdict.fault}", warn=True)
             return None
-        least = verdict.min_rows if isinstance(verdict, PromptVerdict) else None
-        self._say(f"{what}: {verdict}, " + (f"used from {least} on" if least else "not used"))
-        prompt.min_rows = least or 0
-        return prompt if least else None
+        return verdict
 
     def choose_router(self, router: FusedRouter) -> FusedRouter | None:
         """The kernel for a block's routing, or None; asked for where experts use the kernels."""

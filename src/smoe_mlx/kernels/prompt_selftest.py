@@ -8,7 +8,7 @@ import mlx.nn as nn
 from . import selftest
 from .experts import ABSENT, FusedExperts, Geometry
 from .prompt import PromptExperts
-from .selftest import ERROR_SLACK, LEAST_SPEEDUP, SLOTS, Errors, Experts, Verdict
+from .selftest import LEAST_SPEEDUP, SLOTS, Errors, Experts, Verdict
 
 SIZES = (0, 1, 17, 65, 0, 16, 2, 3)  # rows of each slot: below, at and above the ends of tiles
 TIMED_ROWS = (8, 32, 256)  # an expert
@@ -79,13 +79,7 @@ def self_test(prompt: PromptExperts, stock: Experts, activation: nn.Module) -> P
     x, slots = ragged_call(g)
     expected = selftest.reference(g, activation, arrays, x, slots)
     mine, theirs = (measure_errors(f(arrays, x, slots, None), expected) for f in (way, stock))
-    fault = ""
-    if not mine.rms <= ERROR_SLACK * theirs.rms:
-        fault = f"an error of {mine.rms:.2g}, mlx-lm's operations {theirs.rms:.2g}"
-    elif not mine.largest <= 2 * theirs.largest:
-        fault = f"a largest error of {mine.largest:.2g}, mlx-lm's {theirs.largest:.2g}"
-    else:
-        fault = prompt_fault(way, arrays, x, slots)
+    fault = selftest.error_fault(mine, theirs) or prompt_fault(way, arrays, x, slots)
     arrays = selftest.random_experts(g, SLOTS, seed=1)  # as in selftest.self_test
     speedup = {}
     for rows in () if fault else TIMED_ROWS:

@@ -196,14 +196,19 @@ def measure_errors(
     return [Errors(s**0.5, w) for s, w in zip(sums, largest, strict=True)]
 
 
+def error_fault(errors: Errors, stock: Errors, least: float = 0.0) -> str:
+    """Whether errors are larger than those of mlx-lm's operations, and than `least`; or ""."""
+    if not errors.rms <= max(ERROR_SLACK * stock.rms, least):
+        return f"an error of {errors.rms:.2g}, mlx-lm's operations {stock.rms:.2g}"
+    if not errors.largest <= max(2 * stock.largest, 10 * least):
+        return f"a largest error of {errors.largest:.2g}, mlx-lm's operations {stock.largest:.2g}"
+    return ""
+
+
 def find_fault(fused: FusedExperts, arrays: Arrays, errors: Errors, stock: Errors) -> str:
     """What is wrong with the kernels on this machine, or ""."""
-    limit = max(ERROR_SLACK * stock.rms, LEAST_ERROR)
-    if not errors.rms <= limit:
-        return f"an error of {errors.rms:.2g}, mlx-lm's operations {stock.rms:.2g}"
-    limit = max(2 * stock.largest, 10 * LEAST_ERROR)
-    if not errors.largest <= limit:
-        return f"a largest error of {errors.largest:.2g}, mlx-lm's operations {stock.largest:.2g}"
+    if fault := error_fault(errors, stock, LEAST_ERROR):
+        return fault
     x, slots = random_call(fused.geometry, SLOTS, 5, 3)
     sick = mx.where(mx.arange(5)[:, None] == 2, mx.array(float("nan"), x.dtype), x)
     gone = mx.array([[0, 0, 0], [ABSENT, 0, 0], [0, 0, 0], [0, SLOTS, 0], [0, 0, 0]], mx.uint32)
