@@ -123,7 +123,7 @@ def assert_exact(
     y = fused(arrays, x, chosen, weights)
     assert (y.shape, y.dtype) == (expected.shape, dtype or geometry.dtype)
     rounding = relative_error(expected.astype(y.dtype), expected)
-    assert relative_error(y, expected) <= 1.02 * rounding + 2e-6
+    assert relative_error(y, expected) <= 1.02 * rounding + 6e-7
     return y
 
 

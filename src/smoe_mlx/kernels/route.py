@@ -2,6 +2,7 @@
 
 import functools
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -78,6 +79,13 @@ class FusedRouter:
 
     def __call__(self, logits: mx.array, bias: mx.array | None = None) -> tuple[mx.array, mx.array]:
         """logits [..., E], bias [E] -> experts [..., k] uint32, weights [..., k]."""
+        return self._call(logits) if bias is None else self._call(logits, bias)
+
+    @functools.cached_property
+    def _call(self) -> Callable[..., tuple[mx.array, mx.array]]:
+        return mx.compile(self._run)  # as FusedExperts: MLX replays what it has traced
+
+    def _run(self, logits: mx.array, bias: mx.array | None = None) -> tuple[mx.array, mx.array]:
         rows, shape = logits.reshape(-1, self.experts), (*logits.shape[:-1], self.top_k)
         dtype = mx.float32 if self.wide and not self.cast else logits.dtype
         key = mx.float32 if self.wide or self.bias_in == "wide" else logits.dtype

@@ -1,7 +1,8 @@
 """Are the kernels right on this machine, and faster than mlx-lm's operations?
 
 Random experts of a geometry are computed by the kernels, by mlx-lm's operations in the model's
-dtype ("stock"), and for reference in float32 with the matrix products on the CPU.
+dtype ("stock"), and for reference with sums in float64, on the CPU. (Sums in float32 are no
+reference for float32: MLX's own on a CPU err by 1.3e-6 of them, the kernels by 3e-7.)
 """
 
 import math
@@ -14,10 +15,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import SwiGLU
 
-from ..layers.switch import Projection, StreamingSwitchGLU, StreamingSwitchMLP
+from ..layers.switch import Projection, StreamingSwitchGLU, StreamingSwitchMLP, put_back
 from .experts import ABSENT, FusedExperts, Geometry, Weights, activation_text
 from .route import FusedRouter
 
@@ -28,7 +30,6 @@ Experts = Callable[[Arrays, mx.array, mx.array, Weights | None], mx.array]
 SLOTS = 8  # of the bank that is tested with
 CASES = ((1, 2), (1, 8), (5, 3), (16, 2))  # (tokens, top-k)
 ERROR_SLACK = 1.05  # of stock's error
-LEAST_ERROR = 2e-6  # what float32 sums in another order may differ by, relative
 TIMED_TOKENS = (1, 4, 16)
 LEAST_SPEEDUP = 1.05
 CHAIN = 16  # calls in a row that are timed together, each with the output of the one before
@@ -97,28 +98,50 @@ def random_call(
 def reference(
     geometry: Geometry, activation: nn.Module, arrays: Arrays, x: mx.array, slots: mx.array
 ) -> mx.array:
-    """What experts compute, in float32: x [tokens, D], slots [tokens, k] -> [tokens, k, D]."""
+    """What experts compute, x [tokens, D], slots [tokens, k] -> [tokens, k, D] float32.
+
+    Each projection is rounded to float32 once; its sums are float64.
+    """
     g = geometry
+    numbers = np.array(slots).ravel()
+    used = np.unique(numbers).tolist()
+    pairs = [np.flatnonzero(numbers == slot) for slot in used]
 
     def project(name: str, x: mx.array, how: tuple[int, int]) -> mx.array:
-        bits, group = how
-        scales, biases = (arrays.get((name, k)) for k in ("scales", "biases"))
-        assert scales is not None
-        if biases is not None:
-            scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-        y = mx.gather_qmm(
-            x, arrays[name, "weight"], scales, biases, rhs_indices=slots, transpose=True,
-            group_size=group, bits=bits, mode=g.mode, stream=mx.cpu,
-        )  # fmt: skip
+        outputs = []
         bias = arrays.get((name, "bias"))
-        return y if bias is None else y + bias[slots][..., None, :].astype(mx.float32)
+        with mx.stream(mx.cpu):  # GPUs have no float64
+            for slot, places in zip(used, pairs, strict=True):
+                y = x[mx.array(places)].astype(mx.float64)
+                y = y @ dequantized(arrays, name, slot, how, g.mode).T
+                if bias is not None:
+                    y = y + bias[slot].astype(mx.float64)
+                outputs.append(y.astype(mx.float32))
+                mx.eval(outputs)  # one slot's weights at a time
+        return put_back(outputs, pairs, numbers.shape)
 
-    rows = x.astype(mx.float32)[:, None, None]
+    rows = mx.repeat(x.astype(mx.float32), slots.shape[-1], axis=0)
     if g.gated:
         h = activation(project("up_proj", rows, g.up), project("gate_proj", rows, g.up))
     else:
         h = activation(project("fc1", rows, g.up))
-    return project("down_proj" if g.gated else "fc2", h, g.down).squeeze(-2)
+    y = project("down_proj" if g.gated else "fc2", h, g.down)
+    return y.reshape(*slots.shape, g.hidden)
+
+
+def dequantized(arrays: Arrays, name: str, slot: int, how: tuple[int, int], mode: str) -> mx.array:
+    """A slot's weights [rows, inputs] of a projection in float64, exact. On the CPU."""
+    bits, group = how
+    codes, scales = arrays[name, "weight"][slot], arrays[name, "scales"][slot]
+    if mode != "affine":  # these products have at most six bits
+        return mx.dequantize(
+            codes, scales, group_size=group, bits=bits, mode=mode, dtype=mx.float32
+        ).astype(mx.float64)
+    one, none = mx.ones(scales.shape), mx.zeros(scales.shape)
+    numbers = mx.unflatten(mx.dequantize(codes, one, none, group, bits), -1, (-1, group))
+    offsets = arrays[name, "biases"][slot]
+    scale, offset = (a.astype(mx.float64)[..., None] for a in (scales, offsets))
+    return (numbers.astype(mx.float64) * scale + offset).flatten(-2)
 
 
 def operations(
@@ -178,9 +201,13 @@ def measure_errors(
         added: so many arrays are added to other weighted sums.
     """
     sums, largest = [0.0] * len(ways), [0.0] * len(ways)
-    for tokens, top_k in CASES:
-        x, slots = random_call(geometry, SLOTS, tokens, top_k)
-        each = reference(geometry, activation, arrays, x, slots)
+    calls = [random_call(geometry, SLOTS, tokens, top_k) for tokens, top_k in CASES]
+    pairs = [(mx.repeat(x, slots.shape[1], axis=0), slots.reshape(-1, 1)) for x, slots in calls]
+    rows, numbers = (mx.concatenate(list(parts)) for parts in zip(*pairs, strict=True))
+    right = reference(geometry, activation, arrays, rows, numbers)
+    for x, slots in calls:
+        each, right = right[: slots.size], right[slots.size :]
+        each = each.reshape(*slots.shape, -1)
         plain = random_weights(slots, geometry.dtype)
         more = [with_shared(plain, geometry.hidden, added)] if added else []
         kinds: list[Weights | None] = [None, plain, *more]
@@ -196,18 +223,18 @@ def measure_errors(
     return [Errors(s**0.5, w) for s, w in zip(sums, largest, strict=True)]
 
 
-def error_fault(errors: Errors, stock: Errors, least: float = 0.0) -> str:
-    """Whether errors are larger than those of mlx-lm's operations, and than `least`; or ""."""
-    if not errors.rms <= max(ERROR_SLACK * stock.rms, least):
+def error_fault(errors: Errors, stock: Errors) -> str:
+    """Whether errors are larger than those of mlx-lm's operations; or ""."""
+    if not errors.rms <= ERROR_SLACK * stock.rms:
         return f"an error of {errors.rms:.2g}, mlx-lm's operations {stock.rms:.2g}"
-    if not errors.largest <= max(2 * stock.largest, 10 * least):
+    if not errors.largest <= 2 * stock.largest:
         return f"a largest error of {errors.largest:.2g}, mlx-lm's operations {stock.largest:.2g}"
     return ""
 
 
 def find_fault(fused: FusedExperts, arrays: Arrays, errors: Errors, stock: Errors) -> str:
     """What is wrong with the kernels on this machine, or ""."""
-    if fault := error_fault(errors, stock, LEAST_ERROR):
+    if fault := error_fault(errors, stock):
         return fault
     x, slots = random_call(fused.geometry, SLOTS, 5, 3)
     sick = mx.where(mx.arange(5)[:, None] == 2, mx.array(float("nan"), x.dtype), x)
