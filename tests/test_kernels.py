@@ -24,6 +24,7 @@ from mlx_lm.utils import quantize_model
 
 import smoe_mlx
 from smoe_mlx import cli
+from smoe_mlx.cache.experts import SharedExpertCache
 from smoe_mlx.cli import selftest as command
 from smoe_mlx.hub import find_model
 from smoe_mlx.kernels import choose, experts, prompt, prompt_selftest, route, selftest
@@ -231,12 +232,8 @@ def test_what_is_added_to_the_sum(types, backend, emulate):
         shared.append(factor.astype(factor_type))
     weights = weights._replace(shared=lambda: tuple(shared))
     geometry = swiglu(128, 64, 4, 32, dtype)
-    y = assert_exact(geometry, 3, 2, weights=weights, dtype=result)
+    assert_exact(geometry, 3, 2, weights=weights, dtype=result)
     assert len(machine.names) == 2  # nothing but the two kernels
-    fused, arrays = FusedExperts(geometry), random_experts(geometry, 5)
-    x, slots = random_call(geometry, 5, 3, 2)
-    h = fused.first(arrays, x, slots)  # one by one, as where experts come later
-    assert same_bits(fused.second(arrays, h, slots, weights), y)
 
 
 def test_what_cannot_be_added_by_the_kernel(emulate):
@@ -1392,11 +1389,17 @@ def test_a_streamed_model_with_groups(emulate, fast, tiny):
 
 
 def test_experts_that_come_later_change_no_bit(emulate, fast, slow_disk, monkeypatch):
-    """The weighted sum waits for what is still being read; what is there is computed meanwhile."""
+    """The kernels wait for what is still being read, and are launched once for all experts."""
     emulate()
-    in_two, calls = StreamingSwitchGLU._in_two, []
-    counted = lambda self, *args: calls.append(args[-1]) or in_two(self, *args)  # noqa: E731
-    monkeypatch.setattr(StreamingSwitchGLU, "_in_two", counted)
+    monkeypatch.delattr("smoe_mlx.layers.switch._StreamingSwitch._in_two")
+    claim_few, late = SharedExpertCache.claim_few, []
+
+    def claim(*args, **options):
+        claimed = claim_few(*args, **options)
+        late.append(len(claimed[1]))
+        return claimed
+
+    monkeypatch.setattr(SharedExpertCache, "claim_few", claim)
 
     def decode(slots: float) -> list[mx.array]:
         config = smoe_mlx.StreamingConfig(slots=slots, kernels="fused", decode="exact", debug=True)
@@ -1405,11 +1408,9 @@ def test_experts_that_come_later_change_no_bit(emulate, fast, slow_disk, monkeyp
         return [model(mx.array([[token]]), cache=cache) for token in random_tokens(3)]
 
     everything = decode(1.0)
-    assert not calls
     for a, b in zip(decode(0.25), everything, strict=True):
         assert same_bits(a, b)
-    assert calls
-    assert None not in calls
+    assert any(late)  # and were there before the launch
 
 
 def test_tuning_turns_the_kernels_on_and_off(emulate, fast):

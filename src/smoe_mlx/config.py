@@ -49,7 +49,8 @@ class StreamingConfig:
             is given them: the plan then sets aside less.
         prefill_step: prompt tokens that pass the model at a time. None: 2048 as mlx-lm, or less
             where the memory asks for it.
-        hits_first: while experts of a token are being read, compute those that are in memory.
+        hits_first: while experts of a token are being read, compute those that are in memory
+            (not where `kernels` compute them: all at once take less time than twice some).
         lookahead: while a layer computes, read experts that the next one will probably want: its
             gate is asked early. Each layer stops by itself where that does not pay.
         spec: experts beyond a token's own that are read as bets for the next token, by their rank

@@ -378,20 +378,9 @@ class FusedExperts:
             lookup = given.pop(0) if looked_up else None
             arrays = dict(zip((*self._up, *self._down), given, strict=True))
             h, *missing = self._first(misses, arrays, x, slots, lookup)
-            return [self.second(arrays, h, slots, weights, lookup), *missing]
+            return [self._second(arrays, h, slots, weights, lookup), *missing]
 
         return mx.compile(call) if self.compiled else call
-
-    def first(
-        self,
-        arrays: Arrays,
-        x: mx.array,
-        slots: mx.array,
-        lookup: mx.array | None = None,
-    ) -> mx.array:
-        """Gate, up and activation: x [..., D], slots [..., k] -> [pairs, F] float32, in an order
-        that `second` knows."""
-        return self._first(False, arrays, x, slots, lookup)[0]
 
     def _first(
         self,
@@ -401,6 +390,8 @@ class FusedExperts:
         slots: mx.array,
         lookup: mx.array | None,
     ) -> list[mx.array]:
+        """Gate, up and activation: x [..., D], slots [..., k] -> [pairs, F] float32, in an order
+        that `_second` knows; then `with_misses`' second array, if it is asked for."""
         g, tiling = self.geometry, self.tilings[0]
         inputs = {"inp": x.reshape(-1, g.hidden), "slot": slots.reshape(-1, slots.shape[-1])}
         constants = {"SIMDS": tiling.simds, "FIRST": True, "NEXT": chunk(g.down[0])}
@@ -412,7 +403,7 @@ class FusedExperts:
             tiling.simds * tiling.simd_rows, slots.shape[:-1] if misses else None,
         )  # fmt: skip
 
-    def second(
+    def _second(
         self,
         arrays: Arrays,
         h: mx.array,
@@ -437,7 +428,7 @@ class FusedExperts:
             added, shape = weights.shared(), slots.shape[:-1]
             shapes = [(*shape, g.hidden), (*shape, 1)][: len(added)]
             if [a.shape for a in added] != shapes or not {a.dtype for a in added} <= {*DTYPES}:
-                y = self.second(arrays, h, slots, weights._replace(shared=None), lookup)
+                y = self._second(arrays, h, slots, weights._replace(shared=None), lookup)
                 return y + functools.reduce(operator.mul, added)
             inputs |= zip(("addend", "factor"), added)  # noqa: B905 (the second may lack)
             dtype = functools.reduce(result_type, [dtype, *(a.dtype for a in added)])

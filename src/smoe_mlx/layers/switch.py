@@ -274,10 +274,12 @@ class _StreamingSwitch(nn.Module):
             try:
                 for i, experts in bets:
                     cache.prefetch(i, experts)
-                if coming:
-                    y = self._in_two(x, ids, slots, coming, shape, weights)
+                rows = cache.handover.array(slots, shape)
+                # By the kernels all of them take less time than starting them twice.
+                if coming and self._fused_for(x, rows) is None:
+                    y = self._in_two(x, ids, slots, coming, rows, weights)
                 else:
-                    rows = cache.handover.array(slots, shape)
+                    cache.finish_few()
                     y = self.in_one(cache.arrays(layer), x, rows, weights)
             finally:
                 cache.finish_few()
@@ -292,20 +294,19 @@ class _StreamingSwitch(nn.Module):
         ids: list[int],
         slots: list[int],
         coming: Collection[int],
-        shape: tuple[int, ...],
+        rows: mx.array,
         weights: Weights | None,
     ) -> mx.array:
-        """One token, of whose experts some are still being read: compute the others meanwhile."""
+        """One token, of whose experts some are still being read: compute the others meanwhile.
+
+        rows: `slots` in the shape of the routing.
+        """
         arrays, array = self._cache.arrays(self._layer), self._cache.handover.array
-        every = array(slots, shape)
-        fused = self._fused_for(x, every) if weights is not None else None
         first = [i for i, e in enumerate(ids) if e not in coming]
         last = [i for i, e in enumerate(ids) if e in coming]
 
         def compute(places: Sequence[int]) -> mx.array:
-            chosen = array([slots[i] for i in places], (*shape[:-1], len(places)))
-            if fused is not None:  # the kernel that weighs and adds up needs all of them
-                return fused.first(arrays, x, chosen)
+            chosen = array([slots[i] for i in places], (*rows.shape[:-1], len(places)))
             return self.in_one(arrays, x, chosen)
 
         parts = [compute(first)]
@@ -316,13 +317,11 @@ class _StreamingSwitch(nn.Module):
         for at, i in enumerate(first + last):
             back[i] = at
         y = mx.take(mx.concatenate(parts, axis=-2), array(back, (len(back),)), axis=-2)
-        if fused is not None:
-            y = fused.second(arrays, y, every, weights)
-        elif weights is not None:
+        if weights is not None:
             y = weights.sum(y)
         if self._trials:
             # Kernels may add up in another order for another number of rows (MLX's on CUDA do).
-            whole = self.in_one(arrays, x, every, weights)
+            whole = self.in_one(arrays, x, rows, weights)
             if not mx.array_equal(y, whole).item():
                 self._hits_first = False
                 return whole

@@ -7,10 +7,16 @@ to be needed is promoted. Knows nothing of files: what a read is, its caller kno
 
 import os
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
+
+
+# A thread that is done with a read has to wait for the one that builds the graph to let go of the
+# interpreter: up to 5 ms by Python's default, longer than many a read takes.
+SWITCH_SECONDS = 0.0002
 
 
 class Reading:
@@ -122,6 +128,8 @@ class Streamer:
         helpers = min(self.size, len(reading.todo))
         if reading.bet:
             helpers = min(helpers, self.most_bets)
+        if len(self.threads) < helpers:
+            sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         while len(self.threads) < helpers:
             t = threading.Thread(target=self._serve, name="smoe-reader", daemon=True)
             try:
