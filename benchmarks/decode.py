@@ -47,6 +47,7 @@ WAYS = {
     "auto": {},
 }
 SHARES = [1.0, 0.75, 0.5, 0.25, 0.125]
+MODES = ("exact", "lag1", "token")  # of decoding (docs/decode.md)
 MOST_TOKENS = 4096  # of one run that is routed by a trace
 TEXT = """\
 When the survey ship came back to the harbour in the spring, nobody on the quay believed that the
@@ -110,7 +111,7 @@ def main() -> None:
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.trace and args.warmup + args.tokens >= MOST_TOKENS:
-        parser.error(f"--trace goes for {MOST_TOKENS} tokens")
+        parser.error(f"--trace goes for {MOST_TOKENS - 1} tokens")
     if args.tokens % args.turn:
         parser.error("--tokens must be a multiple of --turn")
     if args.arm:
@@ -229,6 +230,7 @@ def run_arm(args: argparse.Namespace) -> None:
         "wait_ms_per_token": 1e3 * used["wait"] / len(seconds),
         "bandwidth": None if holds_all else bandwidth_into_slots(model),
         "bets": used["bets"],
+        "modes": {mode: used[mode] for mode in MODES},
         "peak_memory": mx.get_peak_memory(),
         "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         * (1 if sys.platform == "darwin" else 1024),
@@ -247,6 +249,11 @@ def route_by_trace(model: object, path: Path, progress: dict[str, int]) -> None:
     again from the start when they run out; a layer that it lacks takes one that it has, from
     another place in the text. Where the model has m times as many experts, each expert of the trace
     stands for m, of which a draw takes one for 64 tokens.
+
+    If the trace has what its model's lookahead predicted, the gates that are asked about a coming
+    layer answer with that, and a layer of which nothing was predicted has no lookahead. A failed
+    pass of `lag1` and `token` knows the trace's routing of later layers too well: of these it is
+    left with what was predicted.
     """
     import mlx.core as mx
     import numpy as np
@@ -256,12 +263,32 @@ def route_by_trace(model: object, path: Path, progress: dict[str, int]) -> None:
     from smoe_mlx.trace import load_trace
 
     trace = load_trace(path)
-    tokens = [[] for _ in range(trace.num_layers)]
-    for layer, ids in list(trace)[trace.prompt_calls :]:
-        tokens[layer].extend(ids)
+
+    def by_layer(numbers):
+        rows = [[] for _ in range(trace.num_layers)]
+        for layer, some in list(trace.by_call(numbers))[trace.prompt_calls :]:
+            rows[layer].extend(some)
+        return [np.array(x) for x in rows]
+
+    chosen = by_layer(trace.ids)
+    predicted = None if trace.predicted is None else by_layer(trace.predicted)
     kinds = (SwitchGLU, SwitchMLP, StreamingSwitchGLU, StreamingSwitchMLP)
     found = [(n, m) for n, m in model.named_modules() if isinstance(m, kinds)]
     found.sort(key=lambda x: [int(p) if p.isdigit() else -1 for p in x[0].split(".")])
+    foreseen = {}  # layer of the cache -> what is predicted of it, [tokens, k]
+
+    def on_device(rows):
+        # Where the model computes: what the host makes for each token would have to go there.
+        rows = mx.array(rows)
+        mx.eval(rows)
+        return rows
+
+    def routed(indices, rows):
+        if indices.size != rows.shape[-1]:
+            return indices  # a prompt, or another top-k
+        # Not known before the router's own choice is.
+        return rows[progress["tokens"]].reshape(indices.shape) + (indices & 0)
+
     for number, (_, switch) in enumerate(found):
         layer, shift = number % trace.num_layers, 997 * (number // trace.num_layers)
         streamed = isinstance(switch, (StreamingSwitchGLU, StreamingSwitchMLP))
@@ -275,23 +302,47 @@ def route_by_trace(model: object, path: Path, progress: dict[str, int]) -> None:
         kind = type(switch)
         call = kind.__call__
 
-        at = np.arange(MOST_TOKENS)
-        ids = np.array(tokens[layer])[(at + shift) % len(tokens[layer])]
-        ids = ids * ratio + draw[at[:, None] // 64 % len(draw), ids]
-        # Where the model computes: what the host makes for each token would have to go there.
-        rows = mx.array(ids.astype(np.int32))
-        mx.eval(rows)
+        def widened(rows, shift=shift, ratio=ratio, draw=draw):
+            at = np.arange(MOST_TOKENS)
+            ids = rows[(at + shift) % len(rows)]
+            return (ids * ratio + draw[at[:, None] // 64 % len(draw), ids]).astype(np.int32)
 
-        def routed(indices, at, rows=rows):
-            if indices.size != rows.shape[-1]:
-                return indices  # a prompt, or another top-k
-            # Not known before the router's own choice is.
-            return rows[at].reshape(indices.shape) + (indices & 0)
+        rows = on_device(widened(chosen[layer]))
 
-        def through(switch, x, indices, *weights, call=call, routed=routed):
-            return call(switch, x, routed(indices, progress["tokens"]), *weights)
+        def through(switch, x, indices, *weights, call=call, rows=rows):
+            return call(switch, x, routed(indices, rows), *weights)
 
         switch.__class__ = type("Routed", (kind,), {"__call__": through})
+        if streamed and predicted and predicted[layer].min() >= 0:
+            foreseen[switch._layer] = widened(predicted[layer])
+
+    if not predicted or not hasattr(model, "_streaming"):
+        return
+
+    def by_trace(predict, rows):
+        return lambda x, top_k: routed(predict(x, top_k), rows)
+
+    for _, switch in found:
+        bets = []
+        for coming, predict in switch._bets:
+            if coming == switch._layer:
+                bets.append((coming, predict))
+            elif coming in foreseen:
+                bets.append((coming, by_trace(predict, on_device(foreseen[coming]))))
+        switch.bet(bets, switch._hits_first)
+
+    optimistic = model._streaming.decoding.optimistic
+    take = optimistic._take_guesses
+
+    def take_guesses():
+        take()
+        optimistic._guesses = [
+            (layer, foreseen[layer][progress["tokens"]].tolist())
+            for layer, _ in optimistic._guesses
+            if layer in foreseen
+        ]
+
+    optimistic._take_guesses = take_guesses
 
 
 def counters(model: object) -> dict[str, float]:
@@ -299,7 +350,7 @@ def counters(model: object) -> dict[str, float]:
     import smoe_mlx
 
     if not hasattr(model, "_streaming"):
-        return dict.fromkeys(("hits", "lookups", "bytes", "wait", "bets"), 0)
+        return dict.fromkeys(("hits", "lookups", "bytes", "wait", "bets", *MODES), 0)
     s = smoe_mlx.stats(model)
     return {
         "hits": s.hits,
@@ -307,6 +358,7 @@ def counters(model: object) -> dict[str, float]:
         "bytes": s.bytes_read,
         "wait": s.wait_seconds,
         "bets": s.bets.issued,
+        **{mode: s.decoded[mode] for mode in MODES},
     }
 
 
@@ -419,6 +471,11 @@ def compare(args: argparse.Namespace) -> None:
                 keep(arm)
     print()
     print(table(names, runs, args.turn))
+    print()
+    for name in names[1:]:
+        modes = {mode: sum(r["modes"][mode] for r in runs[name]) for mode in MODES}
+        if any(modes.values()):
+            print(tokens_by_mode(name, modes))
     if args.plot:
         plot(names, runs, args.plot)
     if args.json:
@@ -429,6 +486,11 @@ def compare(args: argparse.Namespace) -> None:
         sys.exit("\nthe arms did NOT compute the same: " + ", ".join(sorted(hashes)))
     whose = "all arms" if alike == names else "all arms but mlx-lm"
     print(f"\n{whose} computed the same bits ({hashes.pop()})")
+
+
+def tokens_by_mode(name: str, modes: dict[str, int]) -> str:
+    taken = ", ".join(f"{n:,} {mode}" for mode, n in modes.items() if n)
+    return f"{name:<11}tokens decoded: {taken}"
 
 
 def plot(names: list[str], runs: dict[str, list[dict]], path: Path) -> None:

@@ -8,7 +8,9 @@ that what disturbs one disturbs all, and no arm has caches or cores of its own. 
 each a process, and says more of it. The ratio is the speed against mlx-lm in the same turns: the
 median, and the middle half. Arms that hold everything build the next forward while one computes, as
 `generate` does for them. The bound is the larger of mlx-lm's time and the bytes that were read over
-the bandwidth at which random experts come into slots afterwards. It needs the memory of all arms.
+the bandwidth at which random experts come into slots afterwards; times are set against it by their
+median and by their mean (mlx-lm's likewise). A text that is too short is fed again and again. It
+needs the memory of all arms.
 """
 
 import argparse
@@ -19,7 +21,16 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
-from decode import TEXT, bandwidth_into_slots, counters, rotated, route_by_trace
+from decode import (
+    MODES,
+    MOST_TOKENS,
+    TEXT,
+    bandwidth_into_slots,
+    counters,
+    rotated,
+    route_by_trace,
+    tokens_by_mode,
+)
 from mlx_lm.models.cache import make_prompt_cache
 
 import smoe_mlx
@@ -42,6 +53,11 @@ def main() -> None:
     parser.add_argument("--turn", type=int, default=8, help="tokens of one turn")
     parser.add_argument("--trace", type=Path, help="route as this trace (smoe-mlx trace) says")
     args = parser.parse_args()
+    needed = args.warmup + args.tokens
+    if args.trace and needed >= MOST_TOKENS:
+        parser.error(f"--trace goes for {MOST_TOKENS - 1} tokens")
+    if args.tokens % args.turn or args.warmup % args.turn:
+        parser.error("--tokens and --warmup must be multiples of --turn")
 
     folder = find_model(args.model)
     resident, tokenizer = mlx_lm.load(str(args.reference or folder))
@@ -53,14 +69,16 @@ def main() -> None:
     if args.trace:
         for name, model in arms.items():
             route_by_trace(model, args.trace, progress[name])
+    most = getattr(resident.args, "max_position_embeddings", None) or needed
+    if needed > most:
+        sys.exit(f"the model's context is {most} tokens, {needed} are needed")
     tokens = tokenizer.encode(TEXT)
-    if len(tokens) < args.warmup + args.tokens:
-        sys.exit(f"the text has {len(tokens)} tokens, {args.warmup + args.tokens} are needed")
+    tokens *= -(-needed // len(tokens))
     caches = {name: make_prompt_cache(model) for name, model in arms.items()}
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     before: dict[str, dict] = {}
-    for n, start in enumerate(range(0, args.warmup + args.tokens, args.turn)):
-        if start >= args.warmup and not before:
+    for n, start in enumerate(range(0, needed, args.turn)):
+        if start == args.warmup:
             before = {name: counters(model) for name, model in arms.items()}
         answers = {}
         for name in rotated(list(arms), n):
@@ -70,25 +88,35 @@ def main() -> None:
             )
             if before:
                 seconds[name].append((time.perf_counter() - begin) / args.turn)
-        alike = set(map(tuple, answers.values())) if args.kernels == "stock" else {()}
-        if len(alike) > 1:
+        if args.kernels != "stock":
+            del answers[RESIDENT]  # kernels have bits of their own
+        if len(set(map(tuple, answers.values()))) > 1:
             sys.exit(f"token {start}: the arms do not agree")
 
-    base = 1e3 * statistics.median(seconds[RESIDENT])
-    print(f"{'arm':<8}{'ms/token':>9}{'ratio':>8}{'(middle half)':>16}{'hits':>8}{'MB/token':>10}"
-          f"{'GB/s':>7}{'of bound':>10}")  # fmt: skip
+    print(f"{'':<8}{'ms a token':^18}{'':>48}{'of the bound':^18}")
+    print(f"{'arm':<8}{'median':>9}{'mean':>9}{'ratio':>8}{'(middle half)':>16}{'hits':>8}"
+          f"{'MB/token':>9}{'GB/s':>7}{'median':>9}{'mean':>9}")  # fmt: skip
+    averages = (statistics.median, statistics.mean)
+    modes = {}
     for name, model in arms.items():
-        ms = 1e3 * statistics.median(seconds[name])
+        times = [1e3 * average(seconds[name]) for average in averages]
         pairs = zip(seconds[RESIDENT], seconds[name], strict=True)
         low, ratio, high = statistics.quantiles([a / b for a, b in pairs], n=4)
-        line = f"{name:<8}{ms:>9.2f}{ratio:>8.3f}{f'({low:.3f}-{high:.3f})':>16}"
+        line = f"{name:<8}{times[0]:>9.2f}{times[1]:>9.2f}"
+        line += f"{ratio:>8.3f}{f'({low:.3f}-{high:.3f})':>16}"
         used = {k: v - before[name][k] for k, v in counters(model).items()}
+        modes[name] = {mode: used[mode] for mode in MODES}
         if used["lookups"]:
             nbytes, rate = used["bytes"] / args.tokens, bandwidth_into_slots(model)
-            bound = max(base, 1e3 * nbytes / rate) if rate else base
-            line += f"{used['hits'] / used['lookups']:>8.1%}{nbytes / 1e6:>10.2f}"
-            line += f"{rate / 1e9:>7.2f}{ms / bound:>10.2f}"
+            line += f"{used['hits'] / used['lookups']:>8.1%}{nbytes / 1e6:>9.2f}{rate / 1e9:>7.2f}"
+            reading = 1e3 * nbytes / rate if rate else 0.0
+            for average, ms in zip(averages, times, strict=True):
+                line += f"{ms / max(1e3 * average(seconds[RESIDENT]), reading):>9.2f}"
         print(line)
+    print()
+    for name, taken in modes.items():
+        if any(taken.values()):
+            print(tokens_by_mode(name, taken))
 
 
 def feed(model: object, tokens: list[int], cache: list, progress: dict[str, int]) -> list[int]:

@@ -351,7 +351,7 @@ def test_a_trace_and_the_panel_see_true_routing(tiny):
     for mode in ("exact", "token"):
         model = open_model(folder, mode)
         seen[mode] = []
-        model._streaming.cache.trace = lambda layer, ids, to=seen[mode]: to.append(
+        model._streaming.cache.trace = lambda layer, ids, *_, to=seen[mode]: to.append(
             (layer, ids.tolist())
         )
         list(decode_logits(model))

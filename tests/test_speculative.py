@@ -245,7 +245,7 @@ def test_tokens_of_a_pass_share_their_reads(tiny, draft):
     steps = speculative_generate_step(mx.array(prompt), model, prompt_lookup=True)
     next(steps)
 
-    def look(layer, ids):
+    def look(layer, ids, *_):
         nonlocal pairs, wanted, missing
         distinct = {*ids.ravel().tolist()}
         pairs += ids.size

@@ -171,7 +171,7 @@ def test_bets_are_placed_for_single_tokens_only_while_they_pay(pair, monkeypatch
 def test_whoever_traces_or_defers_sees_the_routing(pair):
     cache, switch = pair.streamed(3)
     traced, deferred = [], []
-    cache.trace = lambda layer, ids: traced.append((layer, ids.tolist()))
+    cache.trace = lambda layer, ids, *_: traced.append((layer, ids.tolist()))
     x, ids = tokens(3)
     switch(x, ids)
     assert traced == [(0, ids.tolist())]

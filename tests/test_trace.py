@@ -21,7 +21,7 @@ from smoe_mlx.cache.policy import POLICIES
 from smoe_mlx.errors import BudgetError, SmoeError, TraceError
 from smoe_mlx.load import load_model
 from smoe_mlx.plot import plot_report
-from smoe_mlx.replay import belady, optimal, overlap, replay, report, uses
+from smoe_mlx.replay import belady, foreseen, optimal, overlap, replay, report, uses
 from smoe_mlx.trace import Recorder, Trace, force, load_trace
 
 TOKENS = random_tokens(60)
@@ -59,6 +59,12 @@ def trace(qwen):
     return run(streamed(qwen, slots=1.0))
 
 
+@pytest.fixture(scope="module")
+def looked_ahead(qwen):
+    """The same, with what the lookahead predicted."""
+    return run(streamed(qwen, slots=1.0, lookahead=True))
+
+
 # ---- recording -----------------------------------------------------------------------------------
 
 
@@ -73,14 +79,45 @@ def test_a_trace_is_the_same_whatever_is_in_memory(qwen, trace):
     assert np.array_equal(few.calls, trace.calls)
 
 
+@pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("slots", [0.3, 1.0])
-def test_recording_changes_nothing_and_ends(qwen, slots):
-    recorded, plain = streamed(qwen, slots=slots), streamed(qwen, slots=slots)
+def test_recording_changes_nothing_and_ends(qwen, slots, lookahead):
+    config = {"slots": slots, "lookahead": lookahead, "threads": 0}  # nothing is read ahead
+    recorded, plain = streamed(qwen, **config), streamed(qwen, **config)
+    mx.random.seed(1)
     with Recorder(recorded):
         y = decode(recorded)
+    drawn = mx.random.normal((2,))
+    mx.random.seed(1)
     assert same_bits(y, decode(plain))
+    assert same_bits(drawn, mx.random.normal((2,)))
     assert recorded._streaming.cache.trace is None
     assert smoe_mlx.stats(recorded).layers == smoe_mlx.stats(plain).layers
+
+
+def test_what_was_predicted_is_recorded_of_single_tokens_after_the_first_layer(looked_ahead, trace):
+    assert trace.predicted is None
+    assert np.array_equal(looked_ahead.ids, trace.ids)
+    calls = zip(looked_ahead, looked_ahead.by_call(looked_ahead.predicted), strict=True)
+    for (layer, ids), (_, predicted) in calls:
+        assert (predicted >= 0).all() == (layer > 0 and len(ids) == 1)
+        assert (predicted == -1).all() == (layer == 0 or len(ids) > 1)
+
+
+def test_what_was_predicted_is_what_the_next_router_says_of_this_input(qwen):
+    model = streamed(qwen, slots=1.0, lookahead=True, spec=1)
+    here, there = model.layers[:2]
+    x, y = mx.random.normal((2, 1, 1, model.args.hidden_size))
+    with Recorder(model) as recorder:
+        mx.eval(here.mlp(x), there.mlp(y), there.mlp(x))
+        mx.eval(here.mlp(x), there.mlp(mx.concatenate([x, y])), there.mlp(y))
+    trace = recorder.trace()
+    ratio = there.post_attention_layernorm.weight / here.post_attention_layernorm.weight
+    k = trace.top_k[1]
+    likeliest = np.argsort(np.array(there.mlp.gate(x * ratio)).ravel())[-k:]
+    said = [p.ravel().tolist() for _, p in trace.by_call(trace.predicted)]
+    assert sorted(said.pop(1)) == sorted(likeliest.tolist())
+    assert all(e == -1 for p in said for e in p), "nobody was asked, or about another call"
 
 
 def test_the_ids_are_the_routers(qwen):
@@ -204,6 +241,7 @@ def random_trace(rng: random.Random, layers: int = 3, experts: int = 12, k: int 
     return Trace(
         "random", (experts,) * layers, (k,) * layers, (100,) * layers, (0,) * layers, 999, 30,
         prompt_calls=2 * layers, calls=np.array(calls, np.int32), ids=np.array(ids, np.int32),
+        predicted=np.array([rng.randrange(-1, experts) for _ in ids], np.int32),
     )  # fmt: skip
 
 
@@ -234,6 +272,23 @@ def test_overlap_and_uses():
     assert [x.tolist() for x in uses(trace)] == [[2, 3, 1, 1, 1], [0] * 5]
 
 
+def test_foreseen(trace, looked_ahead):
+    ids = [[0, 1], [2, 3], [1, 2], [4, 0], [3, 4], [1, 0]]
+    predicted = [[-1, -1], [3, 1], [-1, -1], [0, 4], [-1, -1], [-1, -1]]
+    calls = np.array([(0, 1), (1, 1)] * 3, np.int32)
+    flat = (np.array(x, np.int32).ravel() for x in (ids, predicted))
+    known = Trace("x", (5, 5), (2, 2), (1, 1), (0, 0), 3, 0, 0, calls, *flat)
+    assert foreseen(known) == [None, 0.75]
+    r = report(known, ["lru"], [0.5])
+    assert "foreseen by the layer before: 75.0 % of a token's experts (by layer: - 75)" in str(r)
+    assert json.loads(json.dumps(r.as_dict()))["foreseen"] == [None, 0.75]
+    assert foreseen(trace) == [None] * trace.num_layers
+    assert "foreseen" not in str(report(trace, ["lru"], [0.5]))
+    shares = foreseen(looked_ahead)
+    assert shares[0] is None
+    assert all(0 < x <= 1 for x in shares[1:])
+
+
 def test_report(trace):
     r = report(trace, ["lru", "lfu", "lru"], [0.25, 0.5, 1.0])
     assert r.policies == ["lru", "lfu", "optimal"]
@@ -255,12 +310,16 @@ def test_report(trace):
 # ---- the file ------------------------------------------------------------------------------------
 
 
-def test_a_file_gives_back_the_trace(trace, tmp_path):
+def test_a_file_gives_back_the_trace(trace, looked_ahead, tmp_path):
     path = tmp_path / "t.npz"
-    trace.save(path)
-    back = load_trace(path)
-    for name, value in vars(trace).items():
-        assert np.array_equal(getattr(back, name), value), name
+    for whole in (looked_ahead, trace):
+        whole.save(path)
+        back = load_trace(path)
+        for name, value in vars(whole).items():
+            assert np.array_equal(getattr(back, name), value), name
+    assert back.predicted is None
+    with zipfile.ZipFile(path) as z:
+        assert "predicted.npy" not in z.namelist(), "as files were before there were predictions"
     assert [p.name for p in tmp_path.iterdir()] == ["t.npz"]
     with pytest.raises(TraceError, match="cannot be written"):
         trace.save(tmp_path / "no" / "t.npz")
@@ -293,9 +352,9 @@ def test_bad_headers_are_refused(trace, tmp_path, name):
         load_trace(tmp_path / "bad.npz")
 
 
-def test_bad_arrays_are_refused(trace, tmp_path):
-    whole = members(trace, tmp_path)
-    calls, ids = whole["calls"], whole["ids"]
+def test_bad_arrays_are_refused(looked_ahead, tmp_path):
+    whole = members(looked_ahead, tmp_path)
+    calls, ids, predicted = whole["calls"], whole["ids"], whole["predicted"]
     bad_layer, bad_size = calls.copy(), calls.copy()
     bad_layer[3, 0] = 99
     bad_size[3, 1] = 2**31 - 1
@@ -304,28 +363,33 @@ def test_bad_arrays_are_refused(trace, tmp_path):
         {"calls": calls.astype(np.int64)}, {"calls": calls.ravel()}, {"calls": calls[:, :1]},
         {"ids": ids[:-1]}, {"ids": -ids - 1}, {"ids": ids.astype(np.float32)},
         {"header": np.zeros(9, np.uint8)}, {"header": np.frombuffer(b"[" * 5000, np.uint8)},
-        {"ids": np.array([print], object)},
+        {"ids": np.array([print], object)}, {"other": ids},
+        {"predicted": predicted[:-1]}, {"predicted": predicted[:1]},
+        {"predicted": predicted - 1}, {"predicted": predicted + looked_ahead.num_experts[0]},
+        {"predicted": predicted.astype(np.int64)}, {"predicted": predicted.reshape(1, -1)},
+        {"predicted": np.array([print], object)},
     ]  # fmt: skip
     for case in cases:
         np.savez(tmp_path / "bad.npz", **(whole | case))
         with pytest.raises(TraceError, match=r"bad\.npz"):
             load_trace(tmp_path / "bad.npz")
-    for name in whole:
+    for name in ("header", "calls", "ids"):
         np.savez(tmp_path / "bad.npz", **{k: v for k, v in whole.items() if k != name})
         with pytest.raises(TraceError, match=r"bad\.npz"):
             load_trace(tmp_path / "bad.npz")
 
 
-def test_sizes_are_believed_only_as_far_as_they_are_there(trace, tmp_path):
+@pytest.mark.parametrize("name", ["ids", "predicted"])
+def test_sizes_are_believed_only_as_far_as_they_are_there(looked_ahead, tmp_path, name):
     """A header that promises much, and a member that unpacks to more than is allowed."""
-    whole, path = members(trace, tmp_path), tmp_path / "bad.npz"
+    whole, path = members(looked_ahead, tmp_path), tmp_path / "bad.npz"
     f = BytesIO()
     np.lib.format.write_array_header_1_0(
         f, {"descr": "<i4", "fortran_order": False, "shape": (1 << 40,)}
     )
-    np.savez(path, **{k: v for k, v in whole.items() if k != "ids"})
+    np.savez(path, **{k: v for k, v in whole.items() if k != name})
     with zipfile.ZipFile(path, "a") as z:
-        z.writestr("ids.npy", f.getvalue())
+        z.writestr(f"{name}.npy", f.getvalue())
     with pytest.raises(TraceError, match=r"bad\.npz"):
         load_trace(path)
     blanks = np.full((1 << 20) + 9999, ord(" "), np.uint8)  # JSON all the same
@@ -354,6 +418,7 @@ def test_a_damaged_file_is_an_error_or_the_same_trace(data):
             return
         assert np.array_equal(back.ids, trace.ids)
         assert np.array_equal(back.calls, trace.calls)
+        assert np.array_equal(back.predicted, trace.predicted)
 
 
 def test_no_such_file(tmp_path):

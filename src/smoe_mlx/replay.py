@@ -176,9 +176,23 @@ def belady(
 def overlap(trace: Trace, distance: int = 1) -> list[float]:
     """For each layer, the share of a token's experts that the token `distance` before had too."""
     out = []
-    for ids in _by_layer(trace):
+    for ids in _by_layer(trace, trace.ids):
         same = (ids[distance:, :, None] == ids[:-distance, None, :]).any(-1)
         out.append(float(same.mean()) if same.size else 0.0)
+    return out
+
+
+def foreseen(trace: Trace) -> list[float | None]:
+    """For each layer, the share of a token's experts that the layer before had predicted; None
+    where nothing was."""
+    if trace.predicted is None:
+        return [None] * trace.num_layers
+    out: list[float | None] = []
+    layers = _by_layer(trace, trace.ids), _by_layer(trace, trace.predicted)
+    for ids, predicted in zip(*layers, strict=True):
+        there = (predicted >= 0).any(-1)
+        same = (ids[there, :, None] == predicted[there, None, :]).any(-1)
+        out.append(float(same.mean()) if same.size else None)
     return out
 
 
@@ -186,14 +200,14 @@ def uses(trace: Trace) -> list[np.ndarray]:
     """For each layer [E]: how many tokens chose each expert."""
     return [
         np.bincount(ids[ids < n], minlength=n)
-        for ids, n in zip(_by_layer(trace), trace.num_experts, strict=True)
+        for ids, n in zip(_by_layer(trace, trace.ids), trace.num_experts, strict=True)
     ]
 
 
-def _by_layer(trace: Trace) -> list[np.ndarray]:
-    """The routing [tokens, k] of each layer."""
+def _by_layer(trace: Trace, numbers: np.ndarray) -> list[np.ndarray]:
+    """The routing, or what was predicted of it, [tokens, k] of each layer."""
     rows: list[list[np.ndarray]] = [[] for _ in range(trace.num_layers)]
-    for layer, ids in trace:
+    for layer, ids in trace.by_call(numbers):
         rows[layer].append(ids)
     return [np.concatenate(x) if x else np.zeros((0, 1), np.int32) for x in rows]
 
@@ -234,6 +248,8 @@ class Report:
 
     Attributes:
         overlap: of each layer, the share of a token's experts that the token before had too.
+        foreseen: of each layer, the share that the layer before had predicted; None where nothing
+            was.
         results: budget by budget, the policies in the order given, then the optimum.
     """
 
@@ -245,6 +261,7 @@ class Report:
     top_k: int
     expert_nbytes: int
     overlap: tuple[float, ...]
+    foreseen: tuple[float | None, ...]
     results: tuple[Result, ...]
 
     @property
@@ -277,6 +294,14 @@ class Report:
             + " ".join(f"{100 * x:.0f}" for x in self.overlap)
             + ")",
         ]
+        predicted = [x for x in self.foreseen if x is not None]
+        if predicted:
+            lines.append(
+                f"foreseen by the layer before: {100 * sum(predicted) / len(predicted):.1f} % "
+                "of a token's experts (by layer: "
+                + " ".join("-" if x is None else f"{100 * x:.0f}" for x in self.foreseen)
+                + ")"
+            )
         for part, tokens in (("decode", self.decode_tokens), ("prompt", self.prompt_tokens)):
             if tokens:
                 what = {"decode": "decoding", "prompt": "the prompt"}[part]
@@ -318,6 +343,7 @@ def report(trace: Trace, policies: Sequence[str], budgets: Sequence[int | float]
         top_k=max(trace.top_k),
         expert_nbytes=max(trace.expert_nbytes),
         overlap=tuple(overlap(trace)),
+        foreseen=tuple(foreseen(trace)),
         results=tuple(results),
     )
 

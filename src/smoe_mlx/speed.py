@@ -165,7 +165,7 @@ def measure_compute(
         model(prompt, cache=cache)
         mx.eval([c.state for c in cache])  # not the logits
 
-    def enough(layer: int, ids: object) -> None:
+    def enough(layer: int, *_: object) -> None:
         if layer and clock() - start > FIRST_SECONDS:
             raise _Enough(layer)
 

@@ -1,7 +1,7 @@
 """Routing traces: recorded from a streamed model, kept in a self-describing .npz file.
 
-A trace is every call of every MoE layer, in order, with the expert numbers that the router chose.
-`replay.py` runs eviction policies over it.
+A trace is every call of every MoE layer, in order, with the expert numbers that the router chose,
+and those that the lookahead had said it would. `replay.py` runs eviction policies over it.
 """
 
 import json
@@ -19,6 +19,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from .errors import TraceError
+from .layers.lookahead import Predictor
 from .stats import streaming_of
 from .store.files import replacing
 
@@ -29,6 +30,7 @@ MAX_LAYERS, MAX_EXPERTS, MAX_TOKENS = 1 << 12, 1 << 20, 1 << 31
 LISTS = ("num_experts", "top_k", "expert_nbytes", "banks")
 LIMITS = (MAX_EXPERTS, MAX_EXPERTS, 1 << 50, MAX_LAYERS)
 NUMBERS = ("prompt_tokens", "prompt_calls", "tokens")
+MEMBERS = {"header.npy", "calls.npy", "ids.npy", "predicted.npy"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Trace:
         calls: [calls, 2] int32, in order: layer, tokens n.
         ids: [sum of n * k] int32, the experts of all calls one after the other, a token's top-k
             side by side. Numbers from E on are no experts (models with zero experts).
+        predicted: as `ids`, what the lookahead of the layer before said of each call; -1 where it
+            said nothing (the first layer, calls of several tokens). None: there was no lookahead.
     """
 
     model: str
@@ -58,6 +62,7 @@ class Trace:
     prompt_calls: int
     calls: np.ndarray = field(repr=False)
     ids: np.ndarray = field(repr=False)
+    predicted: np.ndarray | None = field(default=None, repr=False)
 
     @property
     def num_layers(self) -> int:
@@ -65,10 +70,14 @@ class Trace:
 
     def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
         """(layer, ids [n, k]) of each call, in order."""
+        return self.by_call(self.ids)
+
+    def by_call(self, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """(layer, numbers [n, k]) of each call, in order, of numbers that lie as `ids` do."""
         at = 0
         for layer, n in self.calls.tolist():
             k = self.top_k[layer]
-            yield layer, self.ids[at : at + n * k].reshape(n, k)
+            yield layer, numbers[at : at + n * k].reshape(n, k)
             at += n * k
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -76,14 +85,16 @@ class Trace:
         header = {"format": "smoe-mlx trace", "version": VERSION, "model": self.model}
         header |= {name: getattr(self, name) for name in NUMBERS}
         header |= {name: list(getattr(self, name)) for name in LISTS}
+        arrays: dict[str, Any] = {
+            "header": np.frombuffer(json.dumps(header).encode(), np.uint8),
+            "calls": self.calls.astype(np.int32),
+            "ids": self.ids.astype(np.int32),
+        }
+        if self.predicted is not None:
+            arrays["predicted"] = self.predicted.astype(np.int32)
         try:
             with replacing(path) as f:
-                np.savez_compressed(
-                    f,
-                    header=np.frombuffer(json.dumps(header).encode(), np.uint8),
-                    calls=self.calls.astype(np.int32),
-                    ids=self.ids.astype(np.int32),
-                )
+                np.savez_compressed(f, **arrays)
         except OSError as e:
             raise TraceError(f"{path}: cannot be written ({e.strerror or e}).") from e
 
@@ -99,7 +110,12 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
             header = _array(z, "header", np.uint8, 1, MAX_HEADER_NBYTES)
             calls = _array(z, "calls", np.int32, 2, MAX_ARRAY_NBYTES)
             ids = _array(z, "ids", np.int32, 1, MAX_ARRAY_NBYTES)
-        return _checked(json.loads(header.tobytes()), calls, ids)
+            predicted = None
+            if not MEMBERS.issuperset(z.namelist()):
+                raise ValueError("unknown arrays")
+            if "predicted.npy" in z.namelist():
+                predicted = _array(z, "predicted", np.int32, 1, MAX_ARRAY_NBYTES)
+        return _checked(json.loads(header.tobytes()), calls, ids, predicted)
     except FileNotFoundError:
         raise TraceError(f"{path}: no such file. Make one with smoe-mlx trace.") from None
     except OSError as e:
@@ -127,7 +143,9 @@ def _array(z: zipfile.ZipFile, name: str, dtype: type, ndim: int, limit: int) ->
     return np.frombuffer(data, dtype, offset=f.tell()).reshape(shape)
 
 
-def _checked(header: Any, calls: np.ndarray, ids: np.ndarray) -> Trace:
+def _checked(
+    header: Any, calls: np.ndarray, ids: np.ndarray, predicted: np.ndarray | None
+) -> Trace:
     def need(ok: bool, what: str) -> None:
         if not ok:
             raise ValueError(what)
@@ -153,12 +171,17 @@ def _checked(header: Any, calls: np.ndarray, ids: np.ndarray) -> Trace:
     need(bool((sizes >= 1).all() and (sizes <= ids.size).all()), "a call of a bad size")
     need(int(sizes.sum()) == ids.size, "calls and ids disagree")
     need(bool((ids >= 0).all()), "negative expert numbers")
+    if predicted is not None:
+        need(predicted.shape == ids.shape, "ids and predicted disagree")
+        known = predicted < np.repeat(np.array(num_experts)[layer], sizes)
+        need(bool(((predicted >= -1) & known).all()), "predictions of no experts")
     need(header["prompt_calls"] <= len(calls), "more calls for the prompt than in all")
     need(header["prompt_tokens"] <= header["tokens"], "more tokens in the prompt than in all")
     numbers = {name: header[name] for name in NUMBERS}
     return Trace(
-        header["model"], num_experts, top_k, nbytes, banks, calls=calls, ids=ids, **numbers
-    )
+        header["model"], num_experts, top_k, nbytes, banks, **numbers,
+        calls=calls, ids=ids, predicted=predicted,
+    )  # fmt: skip
 
 
 def _is_whole(value: Any, limit: int) -> bool:
@@ -180,6 +203,8 @@ class Recorder:
         self._top_k = [0] * len(self._streaming.cache.layouts)
         self._calls: list[tuple[int, int]] = []
         self._ids: list[np.ndarray] = []
+        self._predicted: list[np.ndarray] = []
+        self._coming: dict[int, np.ndarray] = {}  # what is predicted of layers' next calls
 
     def __enter__(self) -> "Recorder":
         self._streaming.cache.trace = self._record
@@ -193,7 +218,9 @@ class Recorder:
     ) -> None:
         self._streaming.cache.trace = None
 
-    def _record(self, layer: int, ids: np.ndarray) -> None:
+    def _record(
+        self, layer: int, ids: np.ndarray, x: mx.array, bets: Sequence[tuple[int, Predictor]]
+    ) -> None:
         k = ids.shape[-1]
         if k != (self._top_k[layer] or k):
             raise TraceError(
@@ -202,6 +229,15 @@ class Recorder:
         self._top_k[layer] = k
         self._calls.append((layer, ids.size // k))
         self._ids.append(ids.astype(np.int32).ravel())
+        self._predicted.append(np.full(ids.size, -1, np.int32))
+        coming = self._coming.pop(layer, None)
+        if ids.size != k:  # several tokens: they are not decoded
+            return
+        if coming is not None:
+            self._predicted[-1][: coming.size] = coming[:k]
+        for i, predict in bets:
+            if i != layer:
+                self._coming[i] = np.array(predict(x, k)).ravel()
 
     def trace(self, prompt_tokens: int = 0) -> Trace:
         """What was recorded, of which the first `prompt_tokens` tokens were the prompt.
@@ -221,6 +257,7 @@ class Recorder:
         layouts, plan = self._streaming.cache.layouts, self._streaming.plan
         bank_of = {layer: i for i, bank in enumerate(plan.banks) for layer in bank.layers}
         decoded = int(calls[first[first >= prompt_calls], 1].sum())
+        predicted = np.concatenate(self._predicted)
         return Trace(
             model=self._name,
             num_experts=tuple(x.num_experts for x in layouts),
@@ -232,6 +269,7 @@ class Recorder:
             prompt_calls=prompt_calls,
             calls=calls,
             ids=np.concatenate(self._ids),
+            predicted=predicted if predicted.max() >= 0 else None,
         )
 
 

@@ -47,7 +47,8 @@ class SlotCache:
         self.stats = CacheStats([LayerStats() for _ in self.layouts])
         self.handover = make_handover()
         self._device = mx.default_device()
-        self.trace: Callable[[int, np.ndarray], None] | None = None
+        # Called with (layer, ids, x, bets) of each call of a switch module, before it is computed.
+        self.trace: Callable[..., None] | None = None
         self.usage: Usage | None = None
         self._check, self._checked = check, set[Key]()
         self._debug = debug

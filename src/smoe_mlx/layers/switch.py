@@ -165,7 +165,8 @@ class _StreamingSwitch(nn.Module):
         using_mlx()
         true: mx.array | None = self._true_indices
         if self._cache.trace is not None:
-            self._cache.trace(self._layer, np.array(indices if true is None else true))
+            ids = np.array(indices if true is None else true)
+            self._cache.trace(self._layer, ids, x, self._bets)
         arrays = self._cache.resident(self._layer)
         if arrays is not None:
             return self.in_one(arrays, x, indices, weights)
