@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-
 # A thread that is done with a read has to wait for the one that builds the graph to let go of the
 # interpreter: up to 5 ms by Python's default, longer than many a read takes.
 SWITCH_SECONDS = 0.0002
