@@ -1,14 +1,17 @@
-"""What other compilers say of the kernels' text: a command, not part of the test run.
+"""What others say of the kernels' text: a command, not part of the test run.
 
     PATH=$PATH:/usr/lib/llvm-19/bin python tests/check_kernels.py   # or one of: clang, nvcc
+    python tests/check_kernels.py sanitizers   # tests/sanitizers.py
+    python tests/check_kernels.py oracle       # tests/oracle.py: downloads MLX's wheel for macOS
 
 clang reads the Metal text as C++ for OpenCL, whose __global, __constant, __local and __private are
 Metal's device, constant, threadgroup and thread: it notices pointers to the wrong kind of memory,
 which the emulator cannot. nvcc compiles the CUDA text for Hopper and says how many registers it
 takes, what it spills, and how many 16-byte loads came out. Exit status 1: something was refused,
-or spills, or no compiler was found.
+spills, was found or is worse, or what it takes was not there.
 """
 
+import argparse
 import re
 import shutil
 import subprocess
@@ -21,12 +24,15 @@ from typing import Any
 
 import emulator
 import mlx.core as mx
+import oracle
+import sanitizers
 
 from smoe_mlx.kernels import experts, prompt, route
 from smoe_mlx.kernels.experts import ACTIVATIONS, FusedExperts, Geometry, Tiling
 from smoe_mlx.kernels.prompt import PromptExperts, PromptTiling
 from smoe_mlx.kernels.route import FusedRouter
 from smoe_mlx.kernels.selftest import random_call, random_experts, random_weights, with_shared
+from smoe_mlx.store.files import cache_folder
 
 OPENCL = r"""
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
@@ -207,7 +213,16 @@ def routers() -> list[FusedRouter]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    checks = ("clang", "nvcc", "sanitizers", "oracle")
+    parser.add_argument("check", nargs="?", choices=checks, help="default: clang and nvcc")
+    parser.add_argument("--cache", type=Path, help="oracle: where MLX's wheel is kept")
+    asked = parser.parse_args()
     mx.set_default_device(mx.cpu)
+    if asked.check == "sanitizers":
+        return sanitizers.main()
+    if asked.check == "oracle":
+        return oracle.main(asked.cache or cache_folder())
     clang, nvcc = shutil.which("clang"), shutil.which("nvcc")
     with tempfile.TemporaryDirectory() as folder:
         utils = Path(folder, "mlx/backend/cuda/device/utils.cuh")
@@ -218,7 +233,7 @@ def main() -> int:
         mx.compile = lambda function: function
         for backend, found in (("metal", clang), ("cuda", nvcc)):
             name = "clang" if backend == "metal" else "nvcc"
-            if name not in (sys.argv[1:] or [name]):
+            if name != (asked.check or name):
                 continue
             if found is None:
                 print(f"not checked: no {name} on PATH")

@@ -23,6 +23,7 @@ import mlx.core as mx
 import numpy as np
 
 HERE = Path(__file__).parent
+HALF = ["-mf16c"] * (platform.machine() == "x86_64")  # else half costs a call each
 METAL_LIMIT, CUDA_LIMIT = 32768, 49152  # bytes of threadgroup memory
 
 real_metal_kernel = mx.fast.metal_kernel
@@ -37,7 +38,7 @@ _CUDA_TYPES = {
     mx.int32: "int32_t", mx.uint32: "uint32_t", mx.uint8: "uint8_t", mx.float32: "float",
     mx.float16: "__half", mx.bfloat16: "__nv_bfloat16",
 }  # fmt: skip
-_LAUNCH = """
+LAUNCH = """
 extern "C" int smemu_launch(void** b, const uint32_t* g, const uint32_t* tg,
                             const smemu::Options* o, uint64_t* st, char* err, int n) {
   return smemu::launch(entry, b, g, tg, o, st, err, n);
@@ -49,10 +50,15 @@ class KernelFault(RuntimeError):
     """The kernel did what is undefined on a GPU."""
 
 
-def compiler() -> str | None:
-    """The C++ compiler: $CXX, c++, g++ or clang++, whichever is there."""
+def compilers() -> list[str]:
+    """The C++ compilers that are there, of $CXX, c++, g++ and clang++."""
     names = (os.environ.get("CXX") or "", "c++", "g++", "clang++")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+    return [found for name in names if name and (found := shutil.which(name))]
+
+
+def compiler() -> str | None:
+    """The first of them."""
+    return next(iter(compilers()), None)
 
 
 class _Options(ctypes.Structure):
@@ -68,10 +74,13 @@ class Emulator:
         change: applied to each kernel's text before it is compiled, to break it.
     """
 
+    flags = ("-std=c++17", "-shared", "-fPIC")
+
     def __init__(
         self, folder: Path, seed: int = 0, change: Callable[[str], str] = lambda text: text
     ):
         self.folder, self.seed, self.change = folder, seed, change
+        self.compiler = compiler() or "c++"
         self.threadgroup_bytes = 0  # of the last launch
         self.names: list[str] = []  # of kernels launched
 
@@ -83,7 +92,7 @@ class Emulator:
             unit = _metal_unit(traced["name"], self.change(traced["source"]))
             pieces = []
             for a, (shape, strides, ndim) in zip(inputs, traced["shapes"], strict=True):
-                pieces.append(_bytes(a))
+                pieces.append(raw(a))
                 if shape:
                     pieces.append(np.array(a.shape, np.int32))
                 assert (strides, ndim) == (False, False), "not needed so far"
@@ -103,7 +112,7 @@ class Emulator:
             )  # fmt: skip
             pieces = []
             for n, a in zip(input_names, inputs, strict=True):
-                pieces.append(_bytes(a))
+                pieces.append(raw(a))
                 if f"{n}_shape" in source:
                     pieces.append(np.array([*a.shape, *[0] * (10 - a.ndim)], np.int32))
             self.names.append(function)
@@ -116,12 +125,22 @@ class Emulator:
         self, shim: str, unit: str, pieces: list[np.ndarray], limit: int, whole_blocks: bool, *,
         output_shapes: Any, output_dtypes: Any, grid: Any, threadgroup: Any, template: Any,
     ) -> list[mx.array]:  # fmt: skip
-        library = self._build(shim, unit)
         outputs = []
         for shape, dtype in zip(output_shapes, output_dtypes, strict=True):
             nbytes = int(np.prod(shape)) * dtype.size
             outputs.append(np.full(nbytes, 0xFF, np.uint8))  # NaN
-        buffers = [*pieces, *outputs]
+        self._launch(shim, unit, [*pieces, *outputs], [*grid], [*threadgroup], limit, whole_blocks)
+        return [
+            mx.array(o).view(dtype).reshape(shape)
+            for o, shape, dtype in zip(outputs, output_shapes, output_dtypes, strict=True)
+        ]
+
+    def _launch(
+        self, shim: str, unit: str, buffers: list[np.ndarray], grid: list[int],
+        threadgroup: list[int], limit: int, whole_blocks: bool,
+    ) -> None:  # fmt: skip
+        """Run a kernel on these buffers."""
+        library = ctypes.CDLL(str(self._build(shim, unit)))
         pointers = (ctypes.c_void_p * len(buffers))(*[b.ctypes.data for b in buffers])
         three, seen, fault = ctypes.c_uint32 * 3, (ctypes.c_uint64 * 4)(), bytearray(512)
         message = (ctypes.c_char * 512).from_buffer(fault)
@@ -132,20 +151,14 @@ class Emulator:
         if failed:
             raise KernelFault(message.value.decode())
         self.threadgroup_bytes = seen[3]
-        return [
-            mx.array(o).view(dtype).reshape(shape)
-            for o, shape, dtype in zip(outputs, output_shapes, output_dtypes, strict=True)
-        ]
 
-    def _build(self, shim: str, unit: str) -> ctypes.CDLL:
+    def _build(self, shim: str, unit: str, *objects: Path) -> Path:
         headers = [p.read_text() for p in sorted(HERE.glob("*.h"))]
-        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-pthread"]
-        if platform.machine() == "x86_64":
-            flags += ["-mf16c"]  # else half costs a call each
+        flags = ["-O1", "-ffp-contract=off", "-w", "-pthread", *HALF, *self.flags]
         if platform.system() == "Darwin":
             flags += ["-D_XOPEN_SOURCE"]  # for ucontext
         # The shim is precompiled beside a copy of it: it takes longer than a kernel.
-        folder = self.folder / _digest(*headers, *flags)
+        folder = self.folder / digest(*headers, *flags)
         if not (folder / f"{shim}.gch").exists():
             folder.mkdir(parents=True, exist_ok=True)
             for path in HERE.glob("*.h"):
@@ -154,16 +167,17 @@ class Emulator:
                 os.utime(part, (0, 0))  # clang refuses what was precompiled from a newer file
                 part.replace(folder / path.name)
             self._compile([*flags, "-x", "c++-header", str(folder / shim)], folder / f"{shim}.gch")
-        library = folder / f"{_digest(shim, unit)}.so"
-        if not library.exists():
-            text = library.with_suffix(f".{os.getpid()}.cpp")
+        built = folder / f"{digest(shim, unit, *map(str, objects))}.so"
+        if not built.exists():
+            text = built.with_suffix(f".{os.getpid()}.cpp")
             text.write_text(unit)
-            self._compile([*flags, "-include", str(folder / shim), str(text)], library)
-        return ctypes.CDLL(str(library))
+            command = [*flags, "-include", str(folder / shim), str(text), *map(str, objects)]
+            self._compile(command, built)
+        return built
 
     def _compile(self, arguments: list[str], output: Path) -> None:
         part = output.with_suffix(f".{os.getpid()}.part")
-        command = [compiler() or "c++", *arguments, "-o", str(part)]
+        command = [self.compiler, *arguments, "-o", str(part)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             errors = [x for x in done.stderr.splitlines() if "error" in x] or [done.stderr]
@@ -171,11 +185,11 @@ class Emulator:
         part.replace(output)
 
 
-def _digest(*texts: str) -> str:
+def digest(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:24]
 
 
-def _bytes(array: mx.array) -> np.ndarray:
+def raw(array: mx.array) -> np.ndarray:
     array = mx.contiguous(array)
     mx.eval(array)
     return np.array(array.view(mx.uint8)).reshape(-1)
@@ -215,7 +229,7 @@ def _metal_unit(name: str, text: str) -> str:
     return (
         f'#line 1 "{name}.metal"\n{body}\n'
         "static void entry(smemu::Thread* t, void** b) {\n"
-        f"  {name}{template[1]}({', '.join(arguments)});\n}}\n{_LAUNCH}"
+        f"  {name}{template[1]}({', '.join(arguments)});\n}}\n{LAUNCH}"
     )
 
 
@@ -267,5 +281,5 @@ def _cuda_unit(function: str, text: str) -> str:
     return (
         f'#line 1 "{function}.cu"\n{body}\n'
         "static void entry(smemu::Thread*, void** b) {\n"
-        f"  mlx::core::cu::{function}({', '.join(arguments)});\n}}\n{_LAUNCH}"
+        f"  mlx::core::cu::{function}({', '.join(arguments)});\n}}\n{LAUNCH}"
     )

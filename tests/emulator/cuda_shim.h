@@ -2,7 +2,7 @@
 #pragma once
 #include <cmath>
 #include "runtime.h"
-#define SM_SHARED_EMU(type, name, count) auto& name = *(type(*)[count])::smemu::tg_alloc(__COUNTER__, sizeof(type) * (count), alignof(type))
+#define SM_SHARED_EMU(type, name, count) auto& name = *(type(*)[count])::smemu::tg_alloc(__COUNTER__, sizeof(type) * (count))
 #define __device__
 #define __global__
 #define __host__
@@ -29,7 +29,7 @@ struct Strides { int64_t v[10]; int64_t operator[](int i) const { return v[i]; }
 #define gridDim (::smemu::cur()->g->ngroups)
 inline void cu_sync(int site = __builtin_LINE()) { ::smemu::tg_barrier(site, true); }
 #define __syncthreads() cu_sync(__LINE__)
-inline void __syncwarp(int site = __builtin_LINE()) { ::smemu::simd_sync(site); }
+inline void __syncwarp(int site = __builtin_LINE()) { ::smemu::simd_sync(site, true); }
 template <class T> inline T __ldg(const T* p) { return *p; }
 template <class T> inline T cu_shfl_xor(unsigned mask, T v, int m, int site = __builtin_LINE()) {
   if (mask != 0xffffffffu) ::smemu::fault("partial shuffle mask", site);

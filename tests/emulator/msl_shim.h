@@ -16,10 +16,7 @@
 #define kernel
 #define METAL_FUNC inline
 #define SM_SHARED(type, name, count) \
-  auto& name = *(type(*)[count])::smemu::tg_alloc(__COUNTER__, sizeof(type) * (count), alignof(type))
-#define SMEMU_TGDECL(type, name, dims) \
-  typedef type name##_tgt dims;         \
-  name##_tgt& name = *(name##_tgt*)::smemu::tg_alloc(__COUNTER__, sizeof(name##_tgt), alignof(name##_tgt))
+  auto& name = *(type(*)[count])::smemu::tg_alloc(__COUNTER__, sizeof(type) * (count))
 #define SM_FLOAT4(a, b, c, d) float4{a, b, c, d}
 
 typedef unsigned int uint;
@@ -105,7 +102,7 @@ namespace precise = metal::precise; namespace fast = metal::fast;
 inline void threadgroup_barrier(mem_flags f, int site = __builtin_LINE()) {
   smemu::tg_barrier(site, (int(f) & 2) != 0);
 }
-inline void simdgroup_barrier(mem_flags, int site = __builtin_LINE()) { smemu::simd_sync(site); }
+inline void simdgroup_barrier(mem_flags f, int site = __builtin_LINE()) { smemu::simd_sync(site, int(f) != 0); }
 
 template <class T> inline T sm_xchg(T v, int src, int site) {
   auto* b = smemu::simd_put(&v, sizeof v, site);

@@ -1,5 +1,5 @@
-// Lockstep executor for one threadgroup: its threads are fibers of one OS thread
-// (default) or real OS threads (-DSMEMU_THREADS, for ThreadSanitizer).
+// Executor for one threadgroup: its threads are fibers of one OS thread, in lockstep (default), or
+// OS threads (-DSMEMU_THREADS, for sanitizers; SMEMU_TSAN where that is ThreadSanitizer).
 #pragma once
 #include <cstdint>
 #include <cstdio>
@@ -8,13 +8,14 @@
 #include <string>
 #include <vector>
 #include <atomic>
+#include <memory>
 #include <thread>
 #if !(defined(__x86_64__) && defined(__ELF__)) || defined(SMEMU_UCONTEXT)
 #include <ucontext.h>  // on macOS: needs -D_XOPEN_SOURCE
 #endif
 #ifdef SMEMU_THREADS
+#include <barrier>
 #include <mutex>
-#include <condition_variable>
 #endif
 
 namespace smemu {
@@ -37,13 +38,13 @@ struct Group {
   U3 gpos, gdim, tgdim, grid, ngroups;   // gdim: this group's own size
   std::vector<Thread> th;
   std::vector<SimdBuf> buf;              // [simd][2]
-  std::vector<unsigned char> arena; size_t used; std::vector<std::pair<int, size_t>> vars;
+  std::vector<std::pair<int, void*>> vars;   // threadgroup memory: each a heap block of exact size
   const Options* o; uint64_t rng; void* main_sp;
   uint64_t n_simd, n_bar; size_t tg_bytes;
 #ifdef SMEMU_THREADS
-  std::mutex mu; std::condition_variable cv;
-  std::vector<uint32_t> simd_live, simd_arr; std::vector<uint64_t> simd_gen; uint32_t tg_live, tg_arr; uint64_t tg_gen;
-  std::vector<int> simd_site; int tg_site;
+  std::mutex allocating;
+  std::vector<std::unique_ptr<std::barrier<>>> simds; std::unique_ptr<std::barrier<>> all;
+  std::vector<std::thread> pool; std::unique_ptr<std::barrier<>> turn; bool over;
 #endif
 };
 
@@ -54,15 +55,13 @@ inline Thread* cur() { return cur_ref(); }
 struct Abort {};
 [[noreturn]] inline void fault(const char* what, int site) {
   Thread* t = cur();
-  if (!failed().exchange(true)) {
-    char b[512];
-    std::snprintf(b, sizeof b, "%s (line %d, threadgroup %u,%u,%u thread %u lane %u)", what, site,
-                  t ? t->g->gpos.x : 0, t ? t->g->gpos.y : 0, t ? t->g->gpos.z : 0, t ? t->index : 0, t ? t->lane : 0);
-    message() = b;
-  }
+  char b[512];
+  std::snprintf(b, sizeof b, "%s (line %d, threadgroup %u,%u,%u thread %u lane %u)", what, site,
+                t ? t->g->gpos.x : 0, t ? t->g->gpos.y : 0, t ? t->g->gpos.z : 0, t ? t->index : 0, t ? t->lane : 0);
 #ifdef SMEMU_THREADS
-  std::fprintf(stderr, "%s\n", message().c_str()); std::_Exit(3);
+  std::fprintf(stderr, "fault: %s\n", b); std::_Exit(3);
 #else
+  if (!failed().exchange(true)) message() = b;
   throw Abort{};
 #endif
 }
@@ -101,57 +100,57 @@ inline void yield_to_main() { Thread* t = cur(); smemu_switch(&t->sp, t->g->main
 #endif
 
 // ---- called by the kernel
-inline void* tg_alloc(int id, size_t bytes, size_t align) {
+inline void* tg_alloc(int id, size_t bytes) {
   Group* g = cur()->g;
 #ifdef SMEMU_THREADS
-  static std::mutex only; std::lock_guard<std::mutex> l(only);   // held before the kernel touches the memory
+  std::lock_guard<std::mutex> l(g->allocating);   // (held before the kernel touches the memory)
 #endif
-  for (auto& v : g->vars) if (v.first == id) return g->arena.data() + v.second;
-  size_t a = align < 16 ? 16 : align;
-  size_t off = (g->used + a - 1) / a * a;
+  for (auto& v : g->vars) if (v.first == id) return v.second;
   g->tg_bytes += bytes;
   if (g->tg_bytes > g->o->tg_limit) fault("threadgroup memory over the limit", id);
-  g->used = off + bytes + 64;            // red zone
-  if (g->used > g->arena.size()) fault("emulator arena exhausted", id);
-  g->vars.push_back({id, off});
-  return g->arena.data() + off;
+  g->vars.push_back({id, std::memset(std::malloc(bytes), 0xFF, bytes)});   // poison: NaN
+  return g->vars.back().second;
 }
 
 #ifndef SMEMU_THREADS
-inline void simd_sync(int site) { Thread* t = cur(); t->site = site; t->st = AT_SIMD; yield_to_main(); }
-inline SimdBuf* simd_put(const void* v, size_t n, int site) {
-  Thread* t = cur();
-  SimdBuf* b = &t->g->buf[t->simd * 2 + (t->parity & 1)];
-  t->parity++;
-  std::memcpy(b->v[t->lane], v, n);
-  b->present[t->lane] = true;
-  simd_sync(site);
-  return b;
-}
+inline void simd_sync(int site, bool = false) { Thread* t = cur(); t->site = site; t->st = AT_SIMD; yield_to_main(); }
 inline void tg_barrier(int site, bool) { Thread* t = cur(); t->site = site; t->st = AT_TG; yield_to_main(); }
+struct Unseen {};
 #else
-inline void simd_sync(int site) {
-  Thread* t = cur(); Group* g = t->g; std::unique_lock<std::mutex> l(g->mu);
-  uint32_t s = t->simd;
-  if (g->simd_arr[s] == 0) g->simd_site[s] = site; else if (g->simd_site[s] != site) fault("divergent simd operation", site);
-  if (++g->simd_arr[s] == g->simd_live[s]) { g->simd_arr[s] = 0; g->simd_gen[s]++; g->n_simd++; g->cv.notify_all(); }
-  else { uint64_t gen = g->simd_gen[s]; g->cv.wait(l, [&] { return g->simd_gen[s] != gen; }); }
+// What is done while there is one is no synchronisation, and no write, to ThreadSanitizer.
+#ifdef SMEMU_TSAN
+extern "C" {
+void AnnotateIgnoreSyncBegin(const char*, int); void AnnotateIgnoreSyncEnd(const char*, int);
+void AnnotateIgnoreWritesBegin(const char*, int); void AnnotateIgnoreWritesEnd(const char*, int);
 }
+struct Unseen {
+  Unseen() { AnnotateIgnoreSyncBegin("", 0); AnnotateIgnoreWritesBegin("", 0); }
+  ~Unseen() { AnnotateIgnoreWritesEnd("", 0); AnnotateIgnoreSyncEnd("", 0); }
+};
+#else
+struct Unseen { ~Unseen() {} };
+#endif
+// A simdgroup's operations exchange values and wait for each other, but order no memory, unless it is
+// a barrier that says so. (Divergence hangs here, or passes: it is for lockstep to report.)
+inline void simd_sync(int, bool orders_memory = false) {
+  Thread* t = cur(); std::barrier<>& b = *t->g->simds[t->simd];
+  if (orders_memory) b.arrive_and_wait();
+  else { Unseen unseen; b.arrive_and_wait(); }
+}
+inline void tg_barrier(int, bool) { cur()->g->all->arrive_and_wait(); }
+#endif
 inline SimdBuf* simd_put(const void* v, size_t n, int site) {
   Thread* t = cur();
   SimdBuf* b = &t->g->buf[t->simd * 2 + (t->parity & 1)];
   t->parity++;
-  std::memcpy(b->v[t->lane], v, n); b->present[t->lane] = true;
+  {
+    Unseen unseen;
+    std::memcpy(b->v[t->lane], v, n);
+    b->present[t->lane] = true;
+  }
   simd_sync(site);
   return b;
 }
-inline void tg_barrier(int site, bool) {
-  Thread* t = cur(); Group* g = t->g; std::unique_lock<std::mutex> l(g->mu);
-  if (g->tg_arr == 0) g->tg_site = site; else if (g->tg_site != site) fault("divergent threadgroup_barrier", site);
-  if (++g->tg_arr == g->tg_live) { g->tg_arr = 0; g->tg_gen++; g->n_bar++; g->cv.notify_all(); }
-  else { uint64_t gen = g->tg_gen; g->cv.wait(l, [&] { return g->tg_gen != gen; }); }
-}
-#endif
 
 typedef void (*Entry)(Thread*, void**);
 
@@ -173,9 +172,7 @@ inline void run_group(Group& g, Entry e, void** bufs) {
   const uint32_t n = g.gdim.x * g.gdim.y * g.gdim.z, ns = (n + 31) / 32;
   if (g.th.size() < n) g.th.resize(n);
   if (g.buf.size() < ns * 2) g.buf.resize(ns * 2);
-  if (g.arena.empty()) g.arena.resize(g.o->tg_limit + 65536);
-  std::memset(g.arena.data(), 0xFF, g.arena.size());     // poison: NaN
-  g.vars.clear(); g.used = 64; g.tg_bytes = 0;
+  g.tg_bytes = 0;
   for (auto& b : g.buf) std::memset(b.present, 0, sizeof b.present);
   for (uint32_t i = 0; i < n; i++) {
     Thread& t = g.th[i];
@@ -183,17 +180,23 @@ inline void run_group(Group& g, Entry e, void** bufs) {
     t.pos = {i % g.gdim.x, (i / g.gdim.x) % g.gdim.y, i / (g.gdim.x * g.gdim.y)};
   }
 #ifdef SMEMU_THREADS
-  g.simd_live.assign(ns, 0); g.simd_arr.assign(ns, 0); g.simd_gen.assign(ns, 0); g.simd_site.assign(ns, 0);
-  for (uint32_t i = 0; i < n; i++) g.simd_live[i / 32]++;
-  g.tg_live = n; g.tg_arr = 0; g.tg_gen = 0;
-  std::vector<std::thread> ts; std::atomic<uint32_t> gate{0};
-  for (uint32_t i = 0; i < n; i++)
-    ts.emplace_back([&, i] {
-      cur_ref() = &g.th[i];
-      gate.fetch_add(1); while (gate.load() < n) std::this_thread::yield();   // all start together
-      e(&g.th[i], bufs);                       // (early exit while others wait would hang; the fiber mode reports it)
-    });
-  for (auto& t : ts) t.join();
+  g.all = std::make_unique<std::barrier<>>(n);
+  g.simds.clear();
+  for (uint32_t i = 0; i < n; i += 32) g.simds.push_back(std::make_unique<std::barrier<>>(n - i < 32 ? n - i : 32));
+  if (g.pool.empty()) {
+    g.turn = std::make_unique<std::barrier<>>(n + 1);
+    for (uint32_t i = 0; i < n; i++)
+      g.pool.emplace_back([&g, e, bufs, i] {
+        for (g.turn->arrive_and_wait(); !g.over; g.turn->arrive_and_wait()) {
+          Thread* t = cur_ref() = &g.th[i];
+          e(t, bufs);
+          g.simds[t->simd]->arrive_and_drop(); g.all->arrive_and_drop();
+          g.turn->arrive_and_wait();
+        }
+      });
+  }
+  if (g.pool.size() != n) fault("threadgroups of different sizes", 0);
+  g.turn->arrive_and_wait(); g.turn->arrive_and_wait();   // they begin, they are done
 #else
   for (uint32_t i = 0; i < n; i++) {
     Thread& t = g.th[i];
@@ -270,6 +273,8 @@ inline void run_group(Group& g, Entry e, void** bufs) {
 out:
   if (failed()) for (uint32_t i = 0; i < n; i++) if (g.th[i].st != DONE) resume(g.th[i]);   // unwind the rest
 #endif
+  for (auto& v : g.vars) std::free(v.second);
+  g.vars.clear();
 }
 
 inline int launch(Entry e, void** bufs, const uint32_t* grid, const uint32_t* tg, const Options* o, uint64_t* stats, char* err, int errn) {
@@ -277,12 +282,11 @@ inline int launch(Entry e, void** bufs, const uint32_t* grid, const uint32_t* tg
   U3 N{(G.x + B.x - 1) / B.x, (G.y + B.y - 1) / B.y, (G.z + B.z - 1) / B.z};
   failed() = false; message().clear();
   uint64_t total = (uint64_t)N.x * N.y * N.z;
-  std::atomic<uint64_t> next{0}, ns{0}, nb{0}; std::atomic<size_t> mem{0};
+  std::atomic<uint64_t> ns{0}, nb{0}; std::atomic<size_t> mem{0};
+  const uint32_t W = o->workers ? o->workers : 1;
   auto work = [&](uint32_t w) {
     Group g{}; g.o = o; g.rng = o->seed * 2654435761u + w;
-    for (;;) {
-      uint64_t i = next++;
-      if (i >= total || failed()) break;
+    for (uint64_t i = w; i < total && !failed(); i += W) {   // (a queue would order them for ThreadSanitizer)
       g.gpos = {(uint32_t)(i % N.x), (uint32_t)(i / N.x % N.y), (uint32_t)(i / N.x / N.y)};
       g.tgdim = B; g.grid = G; g.ngroups = N; g.gdim = B;
       if (!o->cuda_grid) {
@@ -293,6 +297,10 @@ inline int launch(Entry e, void** bufs, const uint32_t* grid, const uint32_t* tg
       run_group(g, e, bufs);
       if (g.tg_bytes > mem) mem = g.tg_bytes;
     }
+#ifdef SMEMU_THREADS
+    if (g.turn) { g.over = true; g.turn->arrive_and_wait(); }
+    for (auto& t : g.pool) t.join();
+#endif
     ns += g.n_simd; nb += g.n_bar;
     for (auto& t : g.th) {
       std::free(t.stack);
@@ -301,7 +309,6 @@ inline int launch(Entry e, void** bufs, const uint32_t* grid, const uint32_t* tg
 #endif
     }
   };
-  uint32_t W = o->workers ? o->workers : 1;
   std::vector<std::thread> ts;
   for (uint32_t w = 1; w < W; w++) ts.emplace_back(work, w);
   work(0);
