@@ -74,7 +74,8 @@ class Emulator:
         change: applied to each kernel's text before it is compiled, to break it.
     """
 
-    flags = ("-std=c++17", "-shared", "-fPIC")
+    flags: tuple[str, ...] = ("-std=c++17", "-shared", "-fPIC")
+    workers = 2  # threads that share the threadgroups
 
     def __init__(
         self, folder: Path, seed: int = 0, change: Callable[[str], str] = lambda text: text
@@ -144,7 +145,7 @@ class Emulator:
         pointers = (ctypes.c_void_p * len(buffers))(*[b.ctypes.data for b in buffers])
         three, seen, fault = ctypes.c_uint32 * 3, (ctypes.c_uint64 * 4)(), bytearray(512)
         message = (ctypes.c_char * 512).from_buffer(fault)
-        options = _Options(self.seed, limit, 2, whole_blocks)
+        options = _Options(self.seed, limit, self.workers, whole_blocks)
         failed = library.smemu_launch(
             pointers, three(*grid), three(*threadgroup), ctypes.byref(options), seen, message, 512
         )
