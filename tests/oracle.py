@@ -229,8 +229,8 @@ def i64(*numbers: int) -> np.ndarray:
 
 
 def find_clang() -> str | None:
-    """The newest clang that knows how bitcode has been written since 2022."""
-    names = ("clang", *(f"clang-{n}" for n in range(30, 15, -1)))
+    """The newest clang, of those that know how bitcode has been written since 2022."""
+    names = (*(f"clang-{n}" for n in range(30, 15, -1)), "clang")
     return next((found for name in names if (found := shutil.which(name))), None)
 
 
@@ -301,23 +301,25 @@ def swiglu(up: np.ndarray, gate: np.ndarray) -> np.ndarray:
 
 
 def compare(machine: Oracle) -> int:
-    """How many of our errors are larger than MLX's."""
+    """In how many cases our error is larger than MLX's."""
     larger = cases = 0
     print("errors of MLX's one projection; its three, ours; their weighted sums, ours")
     for dtype, bits in itertools.product(TYPES, (4, 2)):
         for shape in SHAPES:
             tokens, hidden, ffn, top_k = shape
-            how = (bits, GROUP)
-            geometry = Geometry(hidden, ffn, True, SWIGLU, how, how, False, False, dtype)
+            form = (bits, GROUP)
+            geometry = Geometry(hidden, ffn, True, SWIGLU, form, form, False, False, dtype)
             found = {"decoding": decode_errors(machine, geometry, tokens, top_k)}
             if PromptExperts.takes(geometry) and hidden <= 1024:
                 found["a prompt"] = prompt_errors(machine, geometry)
             for what, (one, *others) in found.items():
+                if not one <= max(mx.finfo(dtype).eps, LEAST_ERROR):
+                    raise NoOracle(f"{geometry}, {what}: MLX's kernel is {one:.2g} off here")
                 pairs = list(zip(others[::2], others[1::2], strict=True))
                 bad = any(not ours <= max(theirs, LEAST_ERROR) for theirs, ours in pairs)
                 errors = "; ".join(f"{theirs:.2e}, {ours:.2e}" for theirs, ours in pairs)
-                how = f"{one:.2e}; {errors}{' LARGER' * bad}"
-                print(f"{geometry}, {what}: {how}", flush=True)
+                said = f"{one:.2e}; {errors}{' LARGER' * bad}"
+                print(f"{geometry}, {what}: {said}", flush=True)
                 larger, cases = larger + bad, cases + 1
     print(f"{cases} cases; in {larger} our error is larger than MLX's")
     return larger

@@ -29,6 +29,7 @@ NOT_RUN = {  # other lines, by how they begin
     ".venv/bin/python benchmarks/": "wants a GPU; its options are checked below",
     "export ": "test_clients_find_the_server_by_these_variables",
     "mkdocs serve": "does not end by itself; tests/test_site.py builds the site",
+    "python tests/check_kernels.py": "takes minutes; tests/test_sanitizers.py does a little of it",
     "python tools/architectures.py": "tests/test_site.py compares what it makes",
     "python -m pip install build": "installs from the net",
     "python -m build": "tests/test_package.py builds both by the same backend",
@@ -195,7 +196,7 @@ def test_options_that_documents_name_exist(path):
                     collect(sub)
 
     collect(cli.build_parser())
-    for script in (ROOT / "benchmarks").glob("*.py"):
+    for script in (*ROOT.glob("benchmarks/*.py"), *ROOT.glob("tests/check_*.py")):
         known.update(re.findall(r'"(--[a-z][a-z-]*)"', script.read_text()))
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", path.read_text()))
     assert named - known <= {"--backbone"}, f"{path.name} names options that do not exist"
