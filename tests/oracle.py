@@ -331,10 +331,14 @@ def main(folder: Path) -> int:
         print("no oracle: it takes clang, 16 or newer, and a C++ compiler (g++ or clang++)")
         return 1
     try:
-        with zipfile.ZipFile(find_wheel(folder)) as wheel:
-            library = wheel.read(LIBRARY)
+        wheel = find_wheel(folder)
+        try:
+            with zipfile.ZipFile(wheel) as opened:
+                library = opened.read(LIBRARY)
+        except (zipfile.BadZipFile, KeyError, EOFError) as why:
+            raise NoOracle(f"{wheel}: {why}. Remove it to have it downloaded again.") from None
         with tempfile.TemporaryDirectory() as name:
             return compare(Oracle(Path(name), library, clang)) > 0
-    except (NoOracle, ValueError, KeyError, OSError, zipfile.BadZipFile) as why:
+    except (NoOracle, ValueError, OSError) as why:
         print(f"no oracle: {why}")
         return 1
