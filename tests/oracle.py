@@ -31,8 +31,8 @@ from smoe_mlx.kernels.experts import FusedExperts, Geometry
 from smoe_mlx.kernels.prompt import PromptExperts
 from smoe_mlx.kernels.prompt_selftest import ragged_call
 from smoe_mlx.kernels.selftest import (
-    LEAST_ERROR,
     Arrays,
+    dequantized,
     random_call,
     random_experts,
     random_weights,
@@ -41,6 +41,7 @@ from smoe_mlx.kernels.selftest import (
 WHEEL = "macosx_14_0_arm64"
 LIBRARY = "mlx/lib/mlx.metallib"
 GROUP, SLOTS = 64, 8
+LEAST_ERROR = 5e-7  # is granted to float32 sums in another order, relative
 # tokens, hidden, ffn, top-k. MLX has a kernel of its own for rows that are multiples of 512.
 SHAPES = ((1, 1024, 512, 4), (2, 320, 192, 3), (1, 2048, 768, 8))
 TYPES = {mx.bfloat16: "bfloat16_t", mx.float16: "float16_t", mx.float32: "float"}
@@ -236,13 +237,10 @@ def find_clang() -> str | None:
 
 def exact(arrays: Arrays, projection: str, x: np.ndarray, slots: mx.array, bits: int) -> np.ndarray:
     """The same in float64."""
-    w, scales, biases = (
-        np.array(arrays[projection, kind].astype(dtype))
-        for kind, dtype in (("weight", mx.uint32), ("scales", mx.float32), ("biases", mx.float32))
-    )
-    codes = w[..., None] >> np.arange(0, 32, bits, dtype=np.uint32) & ((1 << bits) - 1)
-    codes = codes.reshape(*scales.shape, GROUP).astype(np.float64)
-    weights = (codes * scales[..., None] + biases[..., None]).reshape(*w.shape[:2], -1)
+    weights = [
+        np.array(dequantized(arrays, projection, slot, (bits, GROUP), "affine"))
+        for slot in range(SLOTS)
+    ]
     return np.stack([weights[slot] @ row for slot, row in zip(slots.tolist(), x, strict=True)])
 
 
@@ -276,7 +274,7 @@ def decode_errors(machine: Oracle, geometry: Geometry, tokens: int, top_k: int) 
     each = exact_three.reshape(tokens, top_k, -1)
     summed = (each * float64(weights.scores)[..., None]).sum(-2)
     with running_in(Emulator(machine.folder)):
-        fused = FusedExperts(geometry, compiled=False)
+        fused = FusedExperts(geometry)
         ours, ours_summed = fused(arrays, x, slots), fused(arrays, x, slots, weights)
     theirs = weights.sum(three.reshape(ours.shape))
     pairs = (one, exact_one), (three, exact_three), (ours, each), (theirs, summed)
@@ -301,7 +299,7 @@ def swiglu(up: np.ndarray, gate: np.ndarray) -> np.ndarray:
 
 
 def compare(machine: Oracle) -> int:
-    """In how many cases our error is larger than MLX's."""
+    """In how many cases our error is larger than MLX's, and than what is granted."""
     larger = cases = 0
     print("errors of MLX's one projection; its three, ours; their weighted sums, ours")
     for dtype, bits in itertools.product(TYPES, (4, 2)):
@@ -321,7 +319,7 @@ def compare(machine: Oracle) -> int:
                 said = f"{one:.2e}; {errors}{' LARGER' * bad}"
                 print(f"{geometry}, {what}: {said}", flush=True)
                 larger, cases = larger + bad, cases + 1
-    print(f"{cases} cases; in {larger} our error is larger than MLX's")
+    print(f"{cases} cases; in {larger} our error is larger than MLX's, and {LEAST_ERROR}")
     return larger
 
 

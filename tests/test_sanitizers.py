@@ -29,7 +29,7 @@ def test_sanitizers(tmp_path):
         arrays, (x, slots) = random_experts(FOUR, 1), random_call(FOUR, 1, 1, 1)
         with running_in(Sanitized(tmp_path, compiler, sanitizer, change)):
             try:
-                FusedExperts(FOUR, compiled=False).first(arrays, x, slots)
+                FusedExperts(FOUR).first(arrays, x, slots)
             finally:
                 assert changed == [True]
 
