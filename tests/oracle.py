@@ -41,7 +41,7 @@ from smoe_mlx.kernels.selftest import (
 WHEEL = "macosx_14_0_arm64"
 LIBRARY = "mlx/lib/mlx.metallib"
 GROUP, SLOTS = 64, 8
-LEAST_ERROR = 5e-7  # is granted to float32 sums in another order, relative
+FLOAT32_ERROR = 5e-7  # relative; a result of MLX's that is further off was not computed right here
 # tokens, hidden, ffn, top-k. MLX has a kernel of its own for rows that are multiples of 512.
 SHAPES = ((1, 1024, 512, 4), (2, 320, 192, 3), (1, 2048, 768, 8))
 TYPES = {mx.bfloat16: "bfloat16_t", mx.float16: "float16_t", mx.float32: "float"}
@@ -311,15 +311,15 @@ def compare(machine: Oracle) -> int:
             if PromptExperts.takes(geometry) and hidden <= 1024:
                 found["a prompt"] = prompt_errors(machine, geometry)
             for what, (one, *others) in found.items():
-                if not one <= max(mx.finfo(dtype).eps, LEAST_ERROR):
+                if not one <= max(mx.finfo(dtype).eps, FLOAT32_ERROR):
                     raise NoOracle(f"{geometry}, {what}: MLX's kernel is {one:.2g} off here")
                 pairs = list(zip(others[::2], others[1::2], strict=True))
-                bad = any(not ours <= max(theirs, LEAST_ERROR) for theirs, ours in pairs)
+                bad = any(not ours <= theirs for theirs, ours in pairs)
                 errors = "; ".join(f"{theirs:.2e}, {ours:.2e}" for theirs, ours in pairs)
                 said = f"{one:.2e}; {errors}{' LARGER' * bad}"
                 print(f"{geometry}, {what}: {said}", flush=True)
                 larger, cases = larger + bad, cases + 1
-    print(f"{cases} cases; in {larger} our error is larger than MLX's, and {LEAST_ERROR}")
+    print(f"{cases} cases; in {larger} our error is larger than MLX's")
     return larger
 
 

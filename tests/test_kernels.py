@@ -889,7 +889,7 @@ def test_compiled_calls_take_new_arrays(monkeypatch):
         return y if weights is None else weights.sum(y)
 
     monkeypatch.setattr(FusedExperts, "_first", first)
-    monkeypatch.setattr(FusedExperts, "second", second)
+    monkeypatch.setattr(FusedExperts, "_second", second)
     geometry = swiglu(64, 64, 4, 64, F32)
     compiled, plain = FusedExperts(geometry), FusedExperts(geometry, compiled=False)
     for seed in range(3):

@@ -1,5 +1,6 @@
 // Codes are used where they stand in their 32-bit word: masked, not shifted. The number that a code
-// meets was divided by 2^position beforehand, which is exact.
+// meets was divided by 2^position beforehand, which is exact. Affine codes count from the middle of
+// their range, and offsets are those of the middle: sums stay small, and so does their error.
 //
 // HOW a code becomes a float. CONVERT: by the instruction for it, which runs at a fraction of the
 // others' rate. ADD: as the low bits of 2^23, which is subtracted again, exact; for codes in the
@@ -37,7 +38,8 @@ SM_FN float sm_scale(unsigned char s) {
 }
 
 // Read chunk c of a row that has CHUNKS of them, each in PARTS groups, or SPAN of them in a group.
-template <int HOW, int CHUNKS, int SPAN, int LOADS, int PARTS, class S, class B>
+// MIDDLE: of the range of codes.
+template <int HOW, int MIDDLE, int CHUNKS, int SPAN, int LOADS, int PARTS, class S, class B>
 SM_FN void sm_fetch(
     SM_THREAD sm_chunk<LOADS, PARTS>& q,
     const SM_DEVICE uint4* codes,
@@ -58,7 +60,7 @@ SM_FN void sm_fetch(
     const size_t g = row * uint32_t(CHUNKS * PARTS / SPAN) +
         (PARTS > 1 ? c * uint32_t(PARTS) + uint32_t(p) : c / uint32_t(SPAN));
     q.scale[p] = sm_scale<HOW>(scales[g]);
-    q.offset[p] = HOW >= SM_FP4 ? 0.0f : float(offsets[g]);
+    q.offset[p] = HOW >= SM_FP4 ? 0.0f : float(offsets[g]) + float(MIDDLE) * q.scale[p];
   }
 }
 
@@ -76,10 +78,11 @@ SM_FN float sm_place(float v, uint32_t i) {
   return v * SM_AS_FLOAT((127u - sm_position<BITS, HOW>(i)) << 23);
 }
 
-// Code i, times 2^position.
+// Code i, less the middle if it is affine, times 2^position.
 template <int BITS, int HOW, int LOADS, int PARTS>
 SM_FN float sm_code(const SM_THREAD sm_chunk<LOADS, PARTS>& q, int i) {
   const uint32_t mask = (1u << BITS) - 1u;
+  const uint32_t middle = 1u << (BITS - 1);
   const int word = i * BITS / 32;
   const int at = i * BITS % 32;
   if (HOW == SM_FP8) {
@@ -91,12 +94,13 @@ SM_FN float sm_code(const SM_THREAD sm_chunk<LOADS, PARTS>& q, int i) {
   }
   if (HOW == SM_ADD) {
     const uint32_t u = at < 16 ? q.w[word] : q.w[word] >> 16;
-    return SM_AS_FLOAT(0x4b000000u | (u & (mask << (at % 16)))) - 8388608.0f;
+    return SM_AS_FLOAT(0x4b000000u | (u & (mask << (at % 16)))) -
+        float(8388608 + (middle << (at % 16)));
   }
   if (at + BITS > 32) {
-    return float(((q.w[word] >> at) | (q.w[word + 1] << (32 - at))) & mask);
+    return float(((q.w[word] >> at) | (q.w[word + 1] << (32 - at))) & mask) - float(middle);
   }
-  return float(q.w[word] & (mask << at));
+  return float(q.w[word] & (mask << at)) - float(middle << at);
 }
 
 // The sum over codes 4 * quad to 4 * quad + 3 of code * x, with x divided as said above.

@@ -49,9 +49,9 @@
     SM_UNROLL
     for (int r = 0; r < ROWS; r++) {
       if (there && c < uint32_t(CHUNKS)) {
-        sm_fetch<HOW, CHUNKS, SPAN>(qu[a][r], wu4, su, bu, line[r], c);
+        sm_fetch<HOW, (1 << (BITS - 1)), CHUNKS, SPAN>(qu[a][r], wu4, su, bu, line[r], c);
         if (GATED) {
-          sm_fetch<HOW, CHUNKS, SPAN>(qg[a][r], wg4, sg, bg, line[r], c);
+          sm_fetch<HOW, (1 << (BITS - 1)), CHUNKS, SPAN>(qg[a][r], wg4, sg, bg, line[r], c);
         }
       }
     }
@@ -92,9 +92,9 @@
       SM_UNROLL
       for (int r = 0; r < ROWS; r++) {
         if (next < uint32_t(CHUNKS)) {
-          sm_fetch<HOW, CHUNKS, SPAN>(qu[AHEAD][r], wu4, su, bu, line[r], next);
+          sm_fetch<HOW, (1 << (BITS - 1)), CHUNKS, SPAN>(qu[AHEAD][r], wu4, su, bu, line[r], next);
           if (GATED) {
-            sm_fetch<HOW, CHUNKS, SPAN>(qg[AHEAD][r], wg4, sg, bg, line[r], next);
+            sm_fetch<HOW, (1 << (BITS - 1)), CHUNKS, SPAN>(qg[AHEAD][r], wg4, sg, bg, line[r], next);
           }
         }
       }

@@ -126,7 +126,7 @@
           q[j].scale[p] = q[j].offset[p] = 0.0f;
         }
         if (there && w < uint32_t(WIDE) && column < uint32_t(N) && c < uint32_t(CHUNKS)) {
-          sm_fetch<HOW, CHUNKS, SPAN>(
+          sm_fetch<HOW, (1 << (BITS - 1)), CHUNKS, SPAN>(
               q[j], gate ? wg4 : wu4, gate ? sg : su, gate ? bg : bu, line, c);
         }
       }

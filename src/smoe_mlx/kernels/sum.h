@@ -44,7 +44,7 @@
       SM_UNROLL
       for (int r = 0; r < ROWS; r++) {
         if (c < uint32_t(CHUNKS)) {
-          sm_fetch<HOW, CHUNKS, SPAN>(q[a][r], wu4, su, bu, line[r], c);
+          sm_fetch<HOW, (1 << (BITS - 1)), CHUNKS, SPAN>(q[a][r], wu4, su, bu, line[r], c);
         }
       }
     }
@@ -54,7 +54,7 @@
       SM_UNROLL
       for (int r = 0; r < ROWS; r++) {
         if (next < uint32_t(CHUNKS)) {
-          sm_fetch<HOW, CHUNKS, SPAN>(q[AHEAD][r], wu4, su, bu, line[r], next);
+          sm_fetch<HOW, (1 << (BITS - 1)), CHUNKS, SPAN>(q[AHEAD][r], wu4, su, bu, line[r], next);
         }
       }
       SM_LOADED();
