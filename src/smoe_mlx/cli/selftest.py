@@ -21,6 +21,9 @@ def add_commands(commands: Any) -> None:
     selftest = commands.add_parser(
         "selftest", help="are the expert kernels right on this GPU, and faster?"
     )
+    selftest.add_argument(
+        "--kernels", action="store_true", help="the expert kernels (all that is tested so far)"
+    )
     selftest.set_defaults(run=run_selftest)
 
 
