@@ -567,8 +567,8 @@ def nearly_all(tmp_path):
 def test_the_host_reads_no_routing_of_a_complete_layer_but_counts_it(nearly_all, monkeypatch):
     model, reference = nearly_all
     handover, reads = model._streaming.cache.handover, []
-    read = handover.read
-    monkeypatch.setattr(handover, "read", lambda arrays: (reads.append(0), read(arrays))[1])
+    take = handover.take
+    monkeypatch.setattr(handover, "take", lambda posted: (reads.append(0), take(posted))[1])
     cache, other = make_prompt_cache(model), make_prompt_cache(reference)
     before = stats(model)
     assert same_bits(step(model, 3, cache), step(reference, 3, other))

@@ -9,6 +9,8 @@ go as arrays of 8 bytes, which MLX keeps where both sides reach them: 150 us for
 
 import ctypes
 import functools
+import math
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,7 +27,13 @@ SMALL = 4  # numbers of 16 bits that an array of 8 bytes holds
 
 
 class Handover:
-    """By MLX's own ways."""
+    """By MLX's own ways.
+
+    Attributes:
+        fills: an array of `blank` can be part of a graph before the host knows its numbers.
+    """
+
+    fills = True
 
     def post(self, arrays: Sequence[mx.array]) -> list[Any]:
         """Start to compute arrays of integers that the host will `take`."""
@@ -38,9 +46,7 @@ class Handover:
 
     def read(self, arrays: Sequence[mx.array]) -> list[list[int]]:
         """Both."""
-        if len(arrays) > 1:
-            mx.eval(arrays)
-        return [flat(a.tolist(), a.shape) for a in arrays]
+        return [self.take(p) for p in self.post(arrays)]
 
     def array(self, values: Sequence[int], shape: tuple[int, ...]) -> mx.array:
         """Few non-negative integers as an array for operations that take indices."""
@@ -50,6 +56,15 @@ class Handover:
         for _ in shape[1:]:  # no need for an operation that reshapes
             nested = [nested]
         return mx.array(nested, mx.uint32)
+
+    def blank(self, shape: tuple[int, ...]) -> mx.array:
+        """Zeros as an array for operations that take indices, to be filled before they run."""
+        return self.array([0] * math.prod(shape), shape)
+
+    def fill(self, blank: mx.array, values: Sequence[int]) -> None:
+        """Put non-negative integers into an array of `blank`; nothing has read it so far."""
+        memory = memoryview(blank).cast("B")  # type: ignore[arg-type]
+        struct.pack_into(f"{len(values)}I", memory, 0, *values)
 
 
 def flat(nested: Any, shape: tuple[int, ...]) -> list[int]:
@@ -82,6 +97,8 @@ class CudaHandover(Handover):
         CudaError, OSError: there is no CUDA driver, or numbers do not arrive.
     """
 
+    fills = False  # what the host has written to moves to the device page by page
+
     def __init__(self) -> None:
         address = Driver().pinned_for_good(4 * PLACES * LONGEST)
         memory = (ctypes.c_uint32 * (PLACES * LONGEST)).from_address(address)
@@ -104,12 +121,14 @@ class CudaHandover(Handover):
         return posted
 
     def _begin(self, array: mx.array) -> _Posted:
+        if array.size > LONGEST:
+            return _Posted(self, array, -1, 0)  # MLX's own way
         if not self._free:
             self._reclaim()
         try:
             posted = _Posted(self, array, self._free.pop(), 0)
         except IndexError:
-            return _Posted(self, array, -1, 0)  # MLX's own way
+            return _Posted(self, array, -1, 0)
         self._tags[posted.place] = posted.tag = (self._tags[posted.place] + 1) % 65536
         tag = mx.array(posted.tag << 16, mx.uint32)
         posted.done = self._post(array, self._where[posted.place], tag)
@@ -149,11 +168,6 @@ class CudaHandover(Handover):
             return None
         words = self._words[at : at + size].tolist()
         return None if any([w >> 16 != tag for w in words]) else [w & 65535 for w in words]
-
-    def read(self, arrays: Sequence[mx.array]) -> list[list[int]]:
-        if any([a.size > LONGEST for a in arrays]):
-            return super().read(arrays)
-        return [self.take(p) for p in self.post(arrays)]
 
     def array(self, values: Sequence[int], shape: tuple[int, ...]) -> mx.array:
         if max(values) > 65535 or len(values) > LONGEST:

@@ -9,6 +9,7 @@ numbers. MLX is all that is imported, so that these layers serve models of other
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -104,6 +105,14 @@ def without_zero_experts(cache: SharedExpertCache, layer: int, ids: np.ndarray) 
         return ids
     there = ids[real] if real.any() else np.flatnonzero(cache.table(layer) >= 0)
     return np.where(real, ids, there[0] if there.size else 0)
+
+
+class _Early(NamedTuple):
+    """A call's output y, built before its routing is known: `slots` are filled in afterwards."""
+
+    arrays: Arrays
+    slots: mx.array
+    y: mx.array
 
 
 class _StreamingSwitch(nn.Module):
@@ -232,9 +241,22 @@ class _StreamingSwitch(nn.Module):
             if indices.size == shape[-1] and cache.may_bet(i)
         ]
         # The one host read of a layer.
-        ids, *guesses = cache.handover.read([indices, *[experts for _, experts in predicted]])
+        posted = cache.handover.post([indices, *[experts for _, experts in predicted]])
+        early = self._build_early(x, shape, weights)
+        ids, *guesses = [cache.handover.take(p) for p in posted]
         bets = [(i, experts) for (i, _), experts in zip(predicted, guesses, strict=True)]
-        return self.with_ids(x, ids, shape, bets, weights)
+        return self.with_ids(x, ids, shape, bets, weights, early)
+
+    def _build_early(
+        self, x: mx.array, shape: tuple[int, ...], weights: Weights | None
+    ) -> _Early | None:
+        """The graph of a call's experts, while the device still computes the routing."""
+        cache = self._cache
+        if self.fused is not None or not cache.handover.fills:
+            return None
+        with cache.lock:
+            arrays, slots = cache.arrays(self._layer), cache.handover.blank(shape)
+        return _Early(arrays, slots, self.in_one(arrays, x, slots, weights))
 
     def by_lookup(
         self, x: mx.array, indices: mx.array, lookup: mx.array, weights: Weights | None = None
@@ -249,12 +271,14 @@ class _StreamingSwitch(nn.Module):
         shape: tuple[int, ...],
         bets: Sequence[tuple[int, list[int]]],
         weights: Weights | None = None,
+        early: _Early | None = None,
     ) -> mx.array:
         """A few rows whose experts the host knows.
 
         Args:
             ids: the routing [*shape], flat.
             bets: (layer, experts) to be read meanwhile.
+            early: of `_build_early`, for this call.
         """
         cache, layer = self._cache, self._layer
         one_token = len(ids) == shape[-1]
@@ -275,13 +299,18 @@ class _StreamingSwitch(nn.Module):
             try:
                 for i, experts in bets:
                     cache.prefetch(i, experts)
-                rows = cache.handover.array(slots, shape)
-                # By the kernels all of them take less time than starting them twice.
-                if coming and self._fused_for(x, rows) is None:
-                    y = self._in_two(x, ids, slots, coming, rows, weights)
+                arrays = cache.arrays(layer)
+                if early is not None and early.arrays is arrays and not coming:
+                    cache.handover.fill(early.slots, slots)
+                    y = early.y
                 else:
-                    cache.finish_few()
-                    y = self.in_one(cache.arrays(layer), x, rows, weights)
+                    rows = cache.handover.array(slots, shape)
+                    # By the kernels all of them take less time than starting them twice.
+                    if coming and self._fused_for(x, rows) is None:
+                        y = self._in_two(x, ids, slots, coming, rows, weights)
+                    else:
+                        cache.finish_few()
+                        y = self.in_one(arrays, x, rows, weights)
             finally:
                 cache.finish_few()
             # The device starts while the host builds what leads to the next look at a routing.
