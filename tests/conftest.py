@@ -189,6 +189,7 @@ class SlowReader(ExpertReader):
         self._read_one = self._streamer.read_one = slowly
 
     slow = True
+    waiting = 0.0
 
     def worth_waking(self):
         return True

@@ -31,7 +31,7 @@ from test_cache import CACHE, COUNTS, Model, held_sum
 
 from smoe_mlx import ExpertReadError, StreamingConfig, stats
 from smoe_mlx.cache.bank import SlotBank
-from smoe_mlx.cache.bets import TRY_EVERY, WEIGHT, Judge
+from smoe_mlx.cache.bets import TRY_EVERY, WEIGHT, Bet, Judge
 from smoe_mlx.cache.experts import SharedExpertCache
 from smoe_mlx.generate import generate_step
 from smoe_mlx.layers.lookahead import make_predictor
@@ -689,10 +689,23 @@ def test_a_layer_whose_bets_are_wrong_stops_and_tries_again():
         bet = Made()
         judge.saw(bet, False)
         judge.saw(bet, True)  # judged once
-    assert sum(judge.allows() for _ in range(TRY_EVERY)) == 1
+    assert sum(judge.allows(0.0) for _ in range(TRY_EVERY)) == 1
     for _ in range(100):
         judge.saw(Made(), True)
-    assert all(judge.allows() for _ in range(10))
+    assert all(judge.allows(0.0) for _ in range(10))
+
+
+@pytest.mark.parametrize(
+    ("needed", "waiting", "pays"),
+    [(3, 0.5, True), (3, 0.9, False), (3, 0.75, True), (3, 0.83, False), (4, 0.97, True),
+     (2, 0.6, True), (2, 0.7, False), (1, 0.4, False)],
+)  # fmt: skip
+def test_bets_must_be_better_the_less_time_a_disk_rests(needed, waiting, pays):
+    """needed: of four. With a share p of them needed they pay while (1 - p) f < 1 - f."""
+    judge = Judge()
+    for n in range(400):
+        judge.saw(Bet(0, Reading([])), n % 4 < needed)
+    assert (sum(judge.allows(waiting) for _ in range(TRY_EVERY)) > 1) == pays
 
 
 def test_without_threads_there_are_no_bets(model):

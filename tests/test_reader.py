@@ -416,6 +416,21 @@ def test_time_that_a_read_took_is_counted_as_waited(monkeypatch, one_file):
     assert (alone.reader.stats.requests, alone.reader.stats.bytes) == (4, 40)
 
 
+def test_the_share_of_the_time_that_goes_into_waiting_is_that_of_late(monkeypatch, one_file):
+    alone = Alone(monkeypatch, one_file, threads=0)
+    assert alone.reader.waiting == 0
+
+    def read_one(read):
+        alone.now += 0.003
+
+    alone.reader._read_one = read_one
+    for other, share in ((0.001, 3 / 4), (0.009, 1 / 4), (0, 1), (30, 1), (0.003, 1 / 2)):
+        for _ in range(200):
+            alone.now += other  # seconds of something else; half a minute is a pause
+            alone.reader.read([request(0, 0, 10)])
+        assert alone.reader.waiting == pytest.approx(share, abs=0.01)
+
+
 # ---- errors --------------------------------------------------------------------------------------
 
 far_apart = [(0, 10_000 * i, 100) for i in range(9)]

@@ -42,9 +42,18 @@ class Judge:
         self.score = 1.0
         self._calls = 0
 
-    def allows(self) -> bool:
+    def allows(self, waiting: float) -> bool:
+        """Whether to bet in this call.
+
+        Args:
+            waiting: the share f of the time in which the model waits for reads. Reading early can
+                save no more than the rest of it, and what is read for nothing delays other reads:
+                where bets are as many as misses and the share p of them is needed, (1 - p) f must
+                be less than 1 - f.
+        """
         self._calls += 1
-        return self.score >= ENOUGH or self._calls % TRY_EVERY == 0
+        enough = max(ENOUGH, 2 - 1 / max(waiting, ENOUGH))
+        return self.score >= enough or self._calls % TRY_EVERY == 0
 
     def saw(self, bet: Bet, needed: bool) -> None:
         """The layer of a bet came, and needed it or not."""

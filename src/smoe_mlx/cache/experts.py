@@ -139,7 +139,7 @@ class SharedExpertCache(SlotCache):
 
     def may_bet(self, layer: int) -> bool:
         """Whether `prefetch` for this layer is worth a prediction now, going by earlier ones."""
-        return self.may_prefetch(layer) and self._judges[layer].allows()
+        return self.may_prefetch(layer) and self._judges[layer].allows(self.reader.waiting)
 
     def may_prefetch(self, layer: int) -> bool:
         """Whether `prefetch` for this layer can read anything while something else is done."""

@@ -36,6 +36,8 @@ IOV_MAX = 512  # Linux and macOS allow 1024; one read never needs as many
 MERGE_GAP_NBYTES = 4096  # ranges closer than this are read as one, the gap into waste memory
 SLOW_SECONDS = 50e-6  # reads that take longer are worth waking threads for
 TRY_ALONE_EVERY = 16  # calls, while reads are slow
+FADING = 0.97  # what an earlier wait counts after each new one
+PAUSE_SECONDS = 0.25  # between two reads, nothing was computed
 MERGE_MAX_NBYTES = 16 << 20  # one record of a vault, but no more than can run beside others
 
 
@@ -343,6 +345,7 @@ class ExpertReader:
         self._streamer = Streamer(read_one, threads)
         self._asked = 0
         self._slow, self._calls = True, 0  # how the last reads went
+        self._waited = self._passed = self._last = 0.0
         refused = io == "direct" and any(f.own_fd < 0 for f in self._files)
         self.io = "pread" if refused else io
         self._plain = self.io == "pread" and uploader is None
@@ -363,6 +366,11 @@ class ExpertReader:
     def slow(self) -> bool:
         """Whether reads take long enough, lately, for other work to be done meanwhile."""
         return self._slow and self._streamer.size > 0
+
+    @property
+    def waiting(self) -> float:
+        """The share of the time, lately, in which the caller waited for reads."""
+        return self._waited / self._passed if self._passed else 0.0
 
     def worth_waking(self) -> bool:
         """Whether to `start` reads before other work. Not now and then, to see if they are slow."""
@@ -411,7 +419,12 @@ class ExpertReader:
                 self._wait(readings)
         finally:
             self._wait(readings)  # once more, if an interrupt hit the first
-            self.stats.wait_seconds += time.perf_counter() - start
+            end = time.perf_counter()
+            self.stats.wait_seconds += end - start
+            self._waited = FADING * self._waited + end - start
+            pause = start - self._last > PAUSE_SECONDS
+            self._passed = FADING * self._passed + end - (start if pause else self._last)
+            self._last = end
         error = next((r.error for r in readings if r.error is not None), None)
         if error is None or isinstance(error, ExpertReadError):
             self._check_unchanged(readings)  # the better explanation of a short read
