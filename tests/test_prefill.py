@@ -402,7 +402,7 @@ def test_a_gate_that_guesses_wrong_is_not_believed_for_long(ranked, deep, slow_d
     reference = resident(deep)
     assert same_bits(logits, by_mlx_lm(reference, prompt, make_prompt_cache(reference), 16))
     bets = smoe_mlx.stats(model).bets
-    assert bets.issued - bets.used == 3
+    assert bets.issued - bets.used - bets.late == 3  # late: needed, on a busy machine
 
 
 def test_chunks_leave_nothing_behind(tiny):
