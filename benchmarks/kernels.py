@@ -3,8 +3,8 @@
     python benchmarks/kernels.py
     python benchmarks/kernels.py --sweep --model /tmp/bench/moe12 --seconds 470 --json kernels.json
 
-1. Errors against a float32 reference, those of mlx-lm's own operations beside them, with NaN and
-   missing slots tried, for many geometries and activations; the routers.
+1. Errors against a reference with sums in float64, those of mlx-lm's own operations beside them,
+   with NaN and missing slots tried, for many geometries and activations; the routers.
 2. Time of one layer's experts and their weighted sum, kernels against operations, in turns, each
    call fed by the one before, all experts in slots: all of it, and what the GPU alone takes.
 3. With `--model`: decoding with `kernels="fused"`, with "stock", and by mlx-lm itself, in turns. A
@@ -325,7 +325,7 @@ def time_prompts(
     expected = selftest.reference(g, activation, few, *call)
     arrays = selftest.random_experts(g, experts, seed=1)
     stock = selftest.operations(g, activation, experts=experts)
-    error = prompt_selftest.measure_errors(stock(few, *call, None), expected).rms
+    error = selftest.error_of(stock(few, *call, None), expected).rms
     say(f"  {name} {bits} bits: error of mlx-lm's operations {error:.2e}")
     calls, slow = {}, {}
     for n in prompts:
@@ -362,7 +362,7 @@ def check_tiling(
     fused = FusedExperts(g, max_tokens=0)
     fused.prompt = PromptExperts(g, tilings=(tiling, tiling))
     way = selftest.operations(g, activation, fused)
-    error = prompt_selftest.measure_errors(way(few, *call, None), expected).rms
+    error = selftest.error_of(way(few, *call, None), expected).rms
     fault = prompt_selftest.prompt_fault(way, few, *call)
     say(f"  {what}: error {error:.2e}   {fault or 'ok'}")
     return {"what": what, "fault": fault, "error": error}
@@ -380,7 +380,7 @@ def time_tiling(
     found: dict = {"ms": {}, "kernels_ms": {}}
     for n, (x, slots) in calls.items():
         y, other = way(arrays, x, slots, None), stock(arrays, x, slots, None)
-        off = prompt_selftest.measure_errors(y, other.astype(mx.float32)).rms
+        off = selftest.error_of(y, other.astype(mx.float32)).rms
         quick = median_seconds(lambda: way(arrays, x, slots, None), 5)  # noqa: B023
         order = mx.argsort(slots.flatten())
         rows, tokens = slots.flatten()[order], order // slots.shape[1]
@@ -514,7 +514,7 @@ def main() -> None:
         prompts()
         end()
     tests = self_tests()
-    say("errors, relative to the root mean square of the float32 reference:")
+    say("errors, relative to the root mean square of the reference:")
     for name, g, activation in tests[:2]:
         add("errors", step(name, 10, lambda n=name, g=g, a=activation: test_one(n, g, a)))
     best: dict = {}

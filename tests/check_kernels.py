@@ -27,7 +27,6 @@ import mlx.core as mx
 import oracle
 import sanitizers
 
-from smoe_mlx.kernels import experts, prompt, route
 from smoe_mlx.kernels.experts import ACTIVATIONS, FusedExperts, Geometry, Tiling
 from smoe_mlx.kernels.prompt import PromptExperts, PromptTiling
 from smoe_mlx.kernels.route import FusedRouter
@@ -212,6 +211,31 @@ def routers() -> list[FusedRouter]:
     ]
 
 
+def compile_all(backend: str) -> None:
+    """Make every kernel that is to be looked at."""
+    for geometry, tiling in geometries():
+        fused = FusedExperts(geometry, tilings=(tiling, tiling))
+        arrays = random_experts(geometry, 1)
+        for top_k in (2, 8) if backend == "metal" else (8,):
+            x, slots = random_call(geometry, 1, 1, top_k)
+            fused(arrays, x, slots, random_weights(slots, geometry.dtype))
+        if tiling == Tiling():
+            weights = random_weights(slots, geometry.dtype)
+            for added in (1, 2):
+                fused(arrays, x, slots, with_shared(weights, geometry.hidden, added))
+            fused(arrays, x, slots, lookup=mx.zeros((8,), mx.uint32))
+            fused.with_misses(arrays, x, slots, lookup=mx.zeros((8,), mx.uint32))
+    for geometry, shape in prompts():
+        arrays = random_experts(geometry, 1)
+        tilings = None if shape is None else (shape, shape)
+        many = PromptExperts(geometry, tilings=tilings)
+        rows = mx.zeros((80,), mx.uint32)
+        many(arrays, mx.zeros((1, geometry.hidden), geometry.dtype), rows, rows, 1)
+    for router in routers():
+        logits = mx.zeros((1, router.experts), mx.bfloat16)
+        router(logits, *[mx.zeros((router.experts,))] * router.biased)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     checks = ("clang", "nvcc", "sanitizers", "oracle")
@@ -229,8 +253,6 @@ def main() -> int:
         utils.parent.mkdir(parents=True)
         utils.write_text(UTILS)
         checker = Checker(clang, nvcc, Path(folder))
-        mx.fast.metal_kernel, mx.fast.cuda_kernel = checker.metal_kernel, checker.cuda_kernel
-        mx.compile = lambda function: function
         for backend, found in (("metal", clang), ("cuda", nvcc)):
             name = "clang" if backend == "metal" else "nvcc"
             if name != (asked.check or name):
@@ -239,28 +261,8 @@ def main() -> int:
                 print(f"not checked: no {name} on PATH")
                 checker.failed += 1
                 continue
-            experts.backend = prompt.backend = route.backend = lambda backend=backend: backend
-            for geometry, tiling in geometries():
-                fused = FusedExperts(geometry, tilings=(tiling, tiling))
-                arrays = random_experts(geometry, 1)
-                for top_k in (2, 8) if backend == "metal" else (8,):
-                    x, slots = random_call(geometry, 1, 1, top_k)
-                    fused(arrays, x, slots, random_weights(slots, geometry.dtype))
-                if tiling == Tiling():
-                    weights = random_weights(slots, geometry.dtype)
-                    for added in (1, 2):
-                        fused(arrays, x, slots, with_shared(weights, geometry.hidden, added))
-                    fused(arrays, x, slots, lookup=mx.zeros((8,), mx.uint32))
-                    fused.with_misses(arrays, x, slots, lookup=mx.zeros((8,), mx.uint32))
-            for geometry, shape in prompts():
-                arrays = random_experts(geometry, 1)
-                tilings = None if shape is None else (shape, shape)
-                many = PromptExperts(geometry, tilings=tilings)
-                rows = mx.zeros((80,), mx.uint32)
-                many(arrays, mx.zeros((1, geometry.hidden), geometry.dtype), rows, rows, 1)
-            for router in routers():
-                logits = mx.zeros((1, router.experts), mx.bfloat16)
-                router(logits, *[mx.zeros((router.experts,))] * router.biased)
+            with emulator.running_in(checker, backend):
+                compile_all(backend)
     return checker.failed > 0
 
 

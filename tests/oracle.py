@@ -5,7 +5,7 @@
 MLX's wheel for macOS has its kernels as LLVM bitcode. Those that mlx-lm's experts call on a Mac,
 three times each (`gather_qmv` for few tokens, `gather_qmm_rhs` for prompts), are compiled by clang
 for this machine, linked to the emulator's runtime and run. So their errors are known without a Mac;
-ours may not be larger, nor than what is granted to float32 sums in another order.
+ours may not be larger.
 """
 
 import importlib.metadata
@@ -23,9 +23,9 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from emulator import HALF, LAUNCH, METAL_LIMIT, Emulator, compiler, raw
+from emulator import HALF, LAUNCH, METAL_LIMIT, Emulator, compiler, raw, running_in
 from mlx_lm.models.switch_layers import SwiGLU
-from sanitizers import SWIGLU, running_in
+from sanitizers import SWIGLU
 
 from smoe_mlx.kernels.experts import FusedExperts, Geometry
 from smoe_mlx.kernels.prompt import PromptExperts
@@ -299,7 +299,7 @@ def swiglu(up: np.ndarray, gate: np.ndarray) -> np.ndarray:
 
 
 def compare(machine: Oracle) -> int:
-    """In how many cases our error is larger than MLX's, and than what is granted."""
+    """In how many cases our error is larger than MLX's."""
     larger = cases = 0
     print("errors of MLX's one projection; its three, ours; their weighted sums, ours")
     for dtype, bits in itertools.product(TYPES, (4, 2)):

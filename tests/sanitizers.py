@@ -12,18 +12,15 @@ text, each of which must be found.
 import itertools
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
-from emulator import Emulator, KernelFault, compilers
+from emulator import Change, Emulator, KernelFault, compilers, running_in
 
-from smoe_mlx.kernels import experts, prompt, route
 from smoe_mlx.kernels.experts import ABSENT, ACTIVATIONS, FusedExperts, Geometry, Tiling
 from smoe_mlx.kernels.prompt import PromptExperts
 from smoe_mlx.kernels.route import FusedRouter
@@ -93,17 +90,6 @@ class Sanitized(Emulator):
         for buffer, end in zip(buffers, np.cumsum(sizes), strict=True):
             found = np.frombuffer(data[end - buffer.nbytes : end], np.uint8)
             buffer.view(np.uint8)[:] = found
-
-
-@contextmanager
-def running_in(machine: Emulator) -> Iterator[None]:
-    """Kernels made in this context are Metal's, and run in this emulator."""
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(mx.fast, "metal_kernel", machine.metal_kernel))
-        stack.enter_context(patch.object(mx, "compile", lambda function: function))
-        for module in (experts, prompt, route):
-            stack.enter_context(patch.object(module, "backend", lambda: "metal"))
-        yield
 
 
 def run_experts(geometry: Geometry, tiling: Tiling = Tiling()) -> list[mx.array]:  # noqa: B008
@@ -233,19 +219,12 @@ FAULTS = {
 
 def is_found(fault: Fault, folder: Path, compiler: str) -> bool:
     """Whether the right thing is reported of a case with this fault."""
-    changed = []
-
-    def change(text: str) -> str:
-        if fault.where not in text:
-            return text
-        changed.append(fault.old in text)
-        return text.replace(fault.old, fault.new)
-
+    change = Change(fault.old, fault.new, fault.where)
     with running_in(Sanitized(folder, compiler, fault.sanitizer, change)):
         try:
             CASES[fault.case]()
         except KernelFault as error:
-            return any(changed) and fault.report in str(error)
+            return any(change.found) and fault.report in str(error)
     return False
 
 

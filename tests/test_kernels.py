@@ -16,7 +16,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from conftest import random_model, random_tokens, resident, same_bits, save_checkpoint
-from emulator import Emulator, KernelFault
+from emulator import Change, Emulator, KernelFault
 from mlx_lm.models import activations, deepseek_v41, gemma4_text, kimi_k3, muse_spark, step3p5
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwiGLU, SwitchMLP
@@ -27,7 +27,7 @@ from smoe_mlx import cli
 from smoe_mlx.cache.experts import SharedExpertCache
 from smoe_mlx.cli import selftest as command
 from smoe_mlx.hub import find_model
-from smoe_mlx.kernels import choose, experts, prompt, prompt_selftest, route, selftest
+from smoe_mlx.kernels import choose, experts, prompt_selftest, selftest
 from smoe_mlx.kernels.choose import KernelChooser
 from smoe_mlx.kernels.experts import (
     ACTIVATIONS,
@@ -79,11 +79,8 @@ def emulate(compiled, monkeypatch):
 
     def start(backend: str = "metal", **options) -> Emulator:
         machine = Emulator(compiled, **options)
-        monkeypatch.setattr(mx.fast, "metal_kernel", machine.metal_kernel)
-        monkeypatch.setattr(mx.fast, "cuda_kernel", machine.cuda_kernel)
-        monkeypatch.setattr(mx, "compile", lambda function: function)  # an Emulator looks at arrays
-        for module in (experts, choose, prompt, route):
-            monkeypatch.setattr(module, "backend", lambda: backend)
+        for replacement in emulator.replacements(machine, backend):
+            monkeypatch.setattr(*replacement)
         return machine
 
     return start
@@ -461,19 +458,13 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_seen(fault, emulate, monkeypatch):
     monkeypatch.setattr(selftest, "CASES", ((1, 8), (5, 3)))
-    old, new = FAULTS[fault]
-    changed = []
-
-    def change(text: str) -> str:
-        changed.append(old in text)
-        return text.replace(old, new)
-
+    change = Change(*FAULTS[fault])
     emulate(change=change)
     fused, arrays = FusedExperts(SICK), random_experts(SICK, selftest.SLOTS)
     ways = [fused, stock_way(SICK)]
     mine, theirs = selftest.measure_errors(SICK, SwiGLU(), arrays, ways, added=2)
     found = find_fault(fused, arrays, mine, theirs)
-    assert any(changed), "the kernel has changed"
+    assert any(change.found), "the kernel has changed"
     assert bool(found) == (fault != "nothing"), found
 
 
@@ -741,10 +732,10 @@ NARROW = FusedRouter(64, 4, False, True, False, **SIGMOID, bias_in="narrow")
     ],
 )  # fmt: skip
 def test_wrong_routers_are_seen(old, new, fault, router, emulate):
-    changed = []
-    emulate(change=lambda text: changed.append(old in text) or text.replace(old, new))
+    change = Change(old, new)
+    emulate(change=change)
     assert fault in selftest.router_fault(replace(router))  # a new one, of no other test
-    assert all(changed)
+    assert all(change.found)
 
 
 def test_logits_that_do_not_fit(emulate):
@@ -1030,18 +1021,12 @@ TILE_FAULTS = {
 
 @pytest.mark.parametrize("fault", TILE_FAULTS)
 def test_faults_in_prompts_are_seen(fault, emulate, fast):
-    old, new = TILE_FAULTS[fault]
-    changed = []
-
-    def change(text: str) -> str:
-        changed.append(old in text)
-        return text.replace(old, new)
-
+    change = Change(*TILE_FAULTS[fault])
     emulate(change=change)
     geometry = swiglu(128, 64, 2, 32, BF16)  # two groups in a chunk
     stock = selftest.operations(geometry, SwiGLU())
     found = prompt_selftest.self_test(PromptExperts(geometry), stock, SwiGLU()).fault
-    assert any(changed), "the kernel has changed"
+    assert any(change.found), "the kernel has changed"
     assert bool(found) == (fault != "nothing"), found
 
 

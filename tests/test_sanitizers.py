@@ -6,8 +6,8 @@ import emulator
 import oracle
 import pytest
 import sanitizers
-from emulator import KernelFault
-from sanitizers import BARRIER, FOUR, SIMD_BARRIER, Sanitized, running_in
+from emulator import Change, KernelFault, running_in
+from sanitizers import BARRIER, FOUR, SIMD_BARRIER, Sanitized
 
 from smoe_mlx.kernels.experts import FusedExperts
 from smoe_mlx.kernels.selftest import random_call, random_experts
@@ -19,21 +19,16 @@ def test_sanitizers(tmp_path):
         assert emulator.compiler() is not None, "no C++ compiler: install g++ or clang++"
         pytest.skip(sanitizers.NO_COMPILER)
 
-    def run(sanitizer: str, old: str = "", new: str = "") -> None:
-        changed = []
-
-        def change(text: str) -> str:
-            changed.append(old in text)
-            return text.replace(old, new) if old else text
-
+    def run(sanitizer: str, old: str, new: str) -> None:
+        change = Change(old, new)
         arrays, (x, slots) = random_experts(FOUR, 1), random_call(FOUR, 1, 1, 1)
         with running_in(Sanitized(tmp_path, compiler, sanitizer, change)):
             try:
                 FusedExperts(FOUR)(arrays, x, slots)
             finally:
-                assert all(changed)
+                assert all(change.found)
 
-    run("thread")
+    run("thread", BARRIER, BARRIER)
     with pytest.raises(KernelFault, match="data race"):
         run("thread", BARRIER, SIMD_BARRIER)
     with pytest.raises(KernelFault, match="heap-buffer-overflow"):

@@ -15,12 +15,16 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
+
+from smoe_mlx.kernels import choose, experts, prompt, route
 
 HERE = Path(__file__).parent
 HALF = ["-mf16c"] * (platform.machine() == "x86_64")  # else half costs a call each
@@ -59,6 +63,45 @@ def compilers() -> list[str]:
 def compiler() -> str | None:
     """The first of them."""
     return next(iter(compilers()), None)
+
+
+class Change:
+    """Puts `new` in the place of `old` into the text of kernels, or of those that have `where`.
+
+    Attributes:
+        found: whether `old` was in it, of each such text.
+    """
+
+    def __init__(self, old: str, new: str, where: str = ""):
+        self.old, self.new, self.where = old, new, where
+        self.found: list[bool] = []
+
+    def __call__(self, text: str) -> str:
+        if self.where not in text:
+            return text
+        self.found.append(self.old in text)
+        return text.replace(self.old, self.new)
+
+
+def replacements(machine: Any, backend: str) -> list[tuple[Any, str, Any]]:
+    """(object, attribute, value): with these, kernels are of this backend, and made by `machine`,
+    an `Emulator` or what has its two methods."""
+    modules = (experts, choose, prompt, route)
+    return [
+        (mx.fast, "metal_kernel", machine.metal_kernel),
+        (mx.fast, "cuda_kernel", machine.cuda_kernel),
+        (mx, "compile", lambda function: function),  # an Emulator looks at arrays
+        *[(module, "backend", lambda: backend) for module in modules],
+    ]
+
+
+@contextmanager
+def running_in(machine: Any, backend: str = "metal") -> Iterator[None]:
+    """In this context, `replacements` are made."""
+    with ExitStack() as stack:
+        for replacement in replacements(machine, backend):
+            stack.enter_context(patch.object(*replacement))
+        yield
 
 
 class _Options(ctypes.Structure):

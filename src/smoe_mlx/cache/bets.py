@@ -52,7 +52,7 @@ class Judge:
                 be less than 1 - f.
         """
         self._calls += 1
-        enough = max(ENOUGH, 2 - 1 / max(waiting, ENOUGH))
+        enough = max(ENOUGH, 2 - 1 / max(waiting, 0.5))  # up to a half, that is 0
         return self.score >= enough or self._calls % TRY_EVERY == 0
 
     def saw(self, bet: Bet, needed: bool) -> None:

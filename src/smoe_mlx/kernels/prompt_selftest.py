@@ -8,7 +8,7 @@ import mlx.nn as nn
 from . import selftest
 from .experts import ABSENT, FusedExperts, Geometry
 from .prompt import PromptExperts
-from .selftest import LEAST_SPEEDUP, SLOTS, Errors, Experts, Verdict
+from .selftest import LEAST_SPEEDUP, SLOTS, Experts, Verdict
 
 SIZES = (0, 1, 17, 65, 0, 16, 2, 3)  # rows of each slot: below, at and above the ends of tiles
 TIMED_ROWS = (8, 32, 256)  # an expert
@@ -40,13 +40,6 @@ def ragged_call(geometry: Geometry) -> tuple[mx.array, mx.array]:
     return x.astype(geometry.dtype), slots
 
 
-def measure_errors(y: mx.array, expected: mx.array) -> Errors:
-    """Of one call."""
-    unit = mx.sqrt(mx.square(expected).mean())
-    off = (y.astype(mx.float32) - expected) / unit
-    return Errors(float(mx.sqrt(mx.square(off).mean())), float(mx.abs(off).max()))
-
-
 def prompt_fault(way: Experts, arrays: selftest.Arrays, x: mx.array, slots: mx.array) -> str:
     """What is wrong beyond rounding, or ""."""
     y = way(arrays, x, slots, None)
@@ -70,7 +63,7 @@ def prompt_fault(way: Experts, arrays: selftest.Arrays, x: mx.array, slots: mx.a
 
 
 def self_test(prompt: PromptExperts, stock: Experts, activation: nn.Module) -> PromptVerdict:
-    """Compare the kernels with float32 and with `stock`, and time both."""
+    """Compare the kernels with the reference and with `stock`, and time both."""
     g = prompt.geometry
     fused = FusedExperts(g, max_tokens=0)
     fused.prompt = prompt
@@ -78,7 +71,7 @@ def self_test(prompt: PromptExperts, stock: Experts, activation: nn.Module) -> P
     arrays = selftest.random_experts(g, SLOTS)
     x, slots = ragged_call(g)
     expected = selftest.reference(g, activation, arrays, x, slots)
-    mine, theirs = (measure_errors(f(arrays, x, slots, None), expected) for f in (way, stock))
+    mine, theirs = (selftest.error_of(f(arrays, x, slots, None), expected) for f in (way, stock))
     fault = selftest.error_fault(mine, theirs) or prompt_fault(way, arrays, x, slots)
     arrays = selftest.random_experts(g, SLOTS, seed=1)  # as in selftest.self_test
     speedup = {}

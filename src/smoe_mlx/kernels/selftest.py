@@ -191,6 +191,12 @@ def in_float32(weights: Weights) -> Weights:
     return wide._replace(shared=lambda: tuple(a.astype(mx.float32) for a in shared()))
 
 
+def error_of(y: mx.array, expected: mx.array) -> Errors:
+    """Of one call; `expected` in float32."""
+    off = (y.astype(mx.float32) - expected) / mx.sqrt(mx.square(expected).mean())
+    return Errors(float(mx.sqrt(mx.square(off).mean())), float(mx.abs(off).max()))
+
+
 def measure_errors(
     geometry: Geometry, activation: nn.Module, arrays: Arrays, ways: Sequence[Experts],
     added: int = 0,
@@ -200,7 +206,7 @@ def measure_errors(
     Args:
         added: so many arrays are added to other weighted sums.
     """
-    sums, largest = [0.0] * len(ways), [0.0] * len(ways)
+    found: list[list[Errors]] = [[] for _ in ways]
     calls = [random_call(geometry, SLOTS, tokens, top_k) for tokens, top_k in CASES]
     pairs = [(mx.repeat(x, slots.shape[1], axis=0), slots.reshape(-1, 1)) for x, slots in calls]
     rows, numbers = (mx.concatenate(list(parts)) for parts in zip(*pairs, strict=True))
@@ -213,14 +219,15 @@ def measure_errors(
         kinds: list[Weights | None] = [None, plain, *more]
         for weights in kinds:
             expected = each if weights is None else in_float32(weights).sum(each)
-            unit = mx.sqrt(mx.square(expected).mean())
-            for i, way in enumerate(ways):
-                off = (way(arrays, x, slots, weights).astype(mx.float32) - expected) / unit
-                # Not max() of Python, which forgets NaN.
-                sums[i] += float(mx.square(off).mean()) / (len(kinds) * len(CASES))
-                worst = float(mx.abs(off).max())
-                largest[i] = worst if not worst <= largest[i] else largest[i]
-    return [Errors(s**0.5, w) for s, w in zip(sums, largest, strict=True)]
+            for way, errors in zip(ways, found, strict=True):
+                errors.append(error_of(way(arrays, x, slots, weights), expected))
+    return [
+        Errors(
+            math.sqrt(sum(e.rms**2 for e in some) / len(some)),
+            float(np.max([e.largest for e in some])),  # max() of Python forgets NaN
+        )
+        for some in found
+    ]
 
 
 def error_fault(errors: Errors, stock: Errors) -> str:
