@@ -13,7 +13,7 @@ few tokens, so that what disturbs one disturbs all. It needs the memory of all a
 
 An arm is a share of the experts in slots, and with `--ways` each way of decoding with it: `none`,
 `hits` (first), `look` (ahead), `both`, and `spec` (both, and two ranks as bets on the next token),
-which all look at the routing layer by layer; `lag1` and `token`, which look later; and `auto`, the
+which all look at the routing layer by layer; `wait`, where the device waits; `lag1` and `token`, which look later; and `auto`, the
 default, which chooses among these. The bound is what a token could take at best: the larger of
 mlx-lm's time and the bytes that were read over the bandwidth at which this arm reads random experts
 into its slots afterwards.
@@ -42,12 +42,13 @@ WAYS = {
     "look": {"hits_first": False, "lookahead": True, "decode": "exact"},
     "both": {"hits_first": True, "lookahead": True, "decode": "exact"},
     "spec": {"hits_first": True, "lookahead": True, "spec": 2, "decode": "exact"},
+    "wait": {"decode": "wait"},
     "lag1": {"decode": "lag1"},
     "token": {"decode": "token"},
     "auto": {},
 }
 SHARES = [1.0, 0.75, 0.5, 0.25, 0.125]
-MODES = ("exact", "lag1", "token")  # of decoding (docs/decode.md)
+MODES = ("exact", "wait", "lag1", "token")  # of decoding (docs/decode.md)
 MOST_TOKENS = 4096  # of one run that is routed by a trace
 TEXT = """\
 When the survey ship came back to the harbour in the spring, nobody on the quay believed that the

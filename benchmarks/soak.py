@@ -196,7 +196,7 @@ class Soak:
         start, dice = time.perf_counter(), self.dice
         config = smoe_mlx.StreamingConfig(
             slots=dice.choice(SLOTS),
-            decode=dice.choice(("auto", "exact", "lag1", "token")),
+            decode=dice.choice(("auto", "exact", "wait", "lag1", "token")),
             threads=dice.choice((0, 1, 2, 4)),
             io=dice.choice(("pread", "pread", "direct")),
             policy=dice.choice(("lru", "lfu")),

@@ -31,7 +31,7 @@ from smoe_mlx.generate import generate_step
 from smoe_mlx.load import load_model
 
 SOURCES = str(Path(smoe_mlx.__file__).parent)
-MODES = ("exact", "lag1", "token")
+MODES = ("exact", "wait", "lag1", "token")
 PHASES = ("load", "prefill", *MODES)
 
 

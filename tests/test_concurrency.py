@@ -54,7 +54,11 @@ def at_once(acts, times):
 
 @pytest.mark.parametrize("ways", [[answer] * 3, [by_mlx_lm] * 3, [answer, by_mlx_lm, plainly]],
                          ids=["ours", "mlx-lm's", "mixed"])  # fmt: skip
-@pytest.mark.parametrize("options", [{}, {"slots": 15, "decode": "lag1"}], ids=["exact", "lag1"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"slots": 15, "decode": "lag1"}, {"slots": 15, "decode": "wait"}],
+    ids=["exact", "lag1", "wait"],
+)
 def test_one_model_on_several_threads(ways, options, folder, expected):
     model = open_model(folder, **options)
     got = at_once([lambda way=way: way(model) for way in ways], 8)

@@ -1,6 +1,7 @@
 """Uploads to a CUDA device, with a stand-in for the driver that does everything late."""
 
 import ctypes
+import os
 import threading
 
 import mlx.core as mx
@@ -15,14 +16,15 @@ PAGE = 4096
 
 
 class Driver:
-    """What an uploader calls. Copies happen when their stream is waited for, not before."""
+    """What an uploader calls. Copies happen when an event behind them is waited for, not before."""
 
     def __init__(self, managed: int = 1):
         self.managed = managed
         self.fails: dict[str, int] = {}  # name -> error
         self.streams: dict[int, list] = {}
+        self.events: dict[int, tuple] = {}  # -> (stream, how many copies are before it)
         self.registered: dict[int, int] = {}
-        self.current = threading.local()
+        self.current, self.lock = threading.local(), threading.Lock()
         self.cuMemcpyHtoDAsync_v2 = type(
             "Copy", (), {"__call__": self.queue_copy, "argtypes": ()}
         )()
@@ -36,7 +38,7 @@ class Driver:
         assert any(a <= start and start + nbytes <= a + n for a, n in self.registered.items()), (
             "copied from memory that is not pinned"
         )
-        self.streams[stream].append((to, start, nbytes))
+        self.streams[stream.value].append((to, start, nbytes))
         return self.fails.get("cuMemcpyHtoDAsync_v2", 0)
 
     def do_cuInit(self, flags):
@@ -58,9 +60,14 @@ class Driver:
         assert where.value
         out._obj.value = self.managed
 
-    def do_cuStreamCreate(self, stream, flags):
+    def do_cuCtxGetStreamPriorityRange(self, least, greatest):
+        assert self.current.context == 77
+        least._obj.value, greatest._obj.value = 0, -5
+
+    def do_cuStreamCreateWithPriority(self, stream, flags, priority):
         assert self.current.context == 77, "the thread has no context"
         assert flags == 1
+        assert priority.value == -5
         stream._obj.value = 100 + len(self.streams)
         self.streams[stream._obj.value] = []
 
@@ -80,10 +87,32 @@ class Driver:
     def do_cuMemHostUnregister(self, start):
         del self.registered[start.value]
 
+    def do_cuEventCreate(self, event, flags):
+        assert self.current.context == 77, "the thread has no context"
+        assert flags == 2
+        event._obj.value = 200 + len(self.events)
+        self.events[event._obj.value] = (0, 0)
+
+    def do_cuEventRecord(self, event, stream):
+        with self.lock:
+            self.events[event.value] = (stream.value, len(self.streams[stream.value]))
+
+    def do_cuEventSynchronize(self, event):
+        with self.lock:
+            stream, before = self.events[event.value]
+            for i in range(before):
+                to, start, nbytes = self.streams[stream][i]
+                ctypes.memmove(to, start, nbytes)
+                self.streams[stream][i] = (to, start, 0)
+
     def do_cuStreamSynchronize(self, stream):
         for to, start, nbytes in self.streams[stream.value]:
             ctypes.memmove(to, start, nbytes)
         self.streams[stream.value].clear()
+
+    def do_cuEventDestroy_v2(self, event):
+        assert self.current.context == 77
+        del self.events[event.value]
 
     def do_cuStreamDestroy_v2(self, stream):
         assert self.current.context == 77
@@ -126,7 +155,7 @@ def test_pinned_memory_is_kept_as_long_as_it_is_large_enough(driver):
     uploader.close()
 
 
-def test_each_thread_has_its_own_memory_and_stream_and_close_frees_them_all(driver):
+def test_each_thread_has_its_own_memory_and_event_and_close_frees_them_all(driver):
     uploader, data, got = Uploader(), [bytes([i]) * 100 for i in range(3)], {}
 
     def run(i):
@@ -138,17 +167,20 @@ def test_each_thread_has_its_own_memory_and_stream_and_close_frees_them_all(driv
     for t in threads:
         t.join()
     assert [got[i] for i in range(3)] == data
-    assert len(driver.streams) == len(driver.registered) == 3
+    assert len(driver.events) == len(driver.registered) == 3
+    assert len(driver.streams) == 1
     uploader.close()
     assert not driver.streams
+    assert not driver.events
     assert not driver.registered
     uploader.close()  # nothing is freed twice
 
 
 @pytest.mark.parametrize(
     "name", ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent",
-             "cuStreamCreate", "cuMemHostRegister_v2", "cuMemcpyHtoDAsync_v2",
-             "cuStreamSynchronize"],
+             "cuCtxGetStreamPriorityRange", "cuStreamCreateWithPriority", "cuEventCreate",
+             "cuMemHostRegister_v2", "cuMemcpyHtoDAsync_v2", "cuEventRecord",
+             "cuEventSynchronize"],
 )  # fmt: skip
 def test_what_the_driver_refuses_is_an_error(driver, name):
     driver.fails[name] = 2
@@ -169,6 +201,27 @@ def test_one_failed_copy_among_others_is_an_error_after_all_have_ended(driver):
     uploader.upload([(0, memoryview(out))])  # none the worse for it
     assert out == b"def"
     uploader.close()
+
+
+def test_an_upload_does_not_wait_for_later_ones_of_other_threads(driver):
+    uploader, out = Uploader(), bytearray(2)
+    uploader.pinned(1)[:] = b"a"
+
+    def record(event, stream):
+        driver.do_cuEventRecord(event, stream)
+        start = address(uploader.pinned(1))
+        driver.queue_copy(address(memoryview(out)[1:]), start, 1, stream)
+        return 0
+
+    driver.cuEventRecord = record
+    uploader.upload([(0, memoryview(out)[:1])])
+    assert out == b"a\0"
+    uploader.close()
+
+
+def test_contexts_get_queues_enough():
+    """Set when the module is imported, for a context that MLX makes later."""
+    assert int(os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]) >= 32
 
 
 def test_pinned_memory_for_good_is_zero(driver):

@@ -272,7 +272,7 @@ def test_two_models_share_nothing(tiny):
     assert smoe_mlx.stats(b).bytes_read == 0
 
 
-@pytest.mark.parametrize("decode", ["exact", "lag1", "token"])
+@pytest.mark.parametrize("decode", ["exact", "wait", "lag1", "token"])
 def test_freeing_a_model_frees_its_files_and_threads(decode, tiny):
     import gc
     import threading

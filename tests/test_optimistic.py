@@ -407,7 +407,9 @@ def test_lossy_decode_is_never_silent_and_is_exact_with_all_in_memory(tiny, caps
 
 
 def test_decode_must_be_a_mode():
-    with pytest.raises(ValueError, match="decode='fast': one of auto, exact, lag1, token, lossy"):
+    with pytest.raises(
+        ValueError, match="decode='fast': one of auto, exact, wait, lag1, token, lossy"
+    ):
         StreamingConfig(decode="fast")
 
 
@@ -515,8 +517,20 @@ def test_the_fastest_mode_is_taken_after_all_were_tried():
     chooser = Chooser(layers=48)
     modes = run(chooser, 100, {"exact": 3.0, "lag1": 2.0, "token": 2.5}, missed=0)
     assert modes[:32] == ["exact"] * 32
-    assert modes[32:56] == ["exact"] * 8 + ["lag1"] * 8 + ["token"] * 8
-    assert modes[56:] == ["lag1"] * 44
+    each = decode.WARM + decode.TRIAL
+    assert modes[32 : 32 + 3 * each] == ["exact"] * each + ["lag1"] * each + ["token"] * each
+    assert set(modes[32 + 3 * each :]) == {"lag1"}
+
+
+def test_the_first_tokens_of_a_way_do_not_count():
+    chooser, seen = Chooser(layers=48), {"exact": 0, "lag1": 0}
+    for _ in range(100):
+        mode = chooser.mode
+        seen[mode] += 1
+        slow = mode == "lag1" and seen[mode] <= decode.WARM
+        chooser.took(50.0 if slow else {"exact": 3.0, "lag1": 2.0}[mode], missed_calls=4)
+    assert chooser.mode == "lag1"
+    assert chooser.seconds == {"exact": 3.0, "lag1": 2.0}
 
 
 def test_modes_that_the_miss_rate_rules_out_are_not_tried():

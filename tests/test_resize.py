@@ -60,7 +60,7 @@ def small(tmp_path_factory):
 # ---- bits ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["exact", "lag1", "token"])
+@pytest.mark.parametrize("mode", ["exact", "wait", "lag1", "token"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_resize_before_each_token_changes_no_bit(mode, policy, expected):
     model = open_model(DEMO, decode=mode, policy=policy)
@@ -72,7 +72,7 @@ def test_a_resize_before_each_token_changes_no_bit(mode, policy, expected):
     assert s.decoded[mode] > 10
 
 
-@pytest.mark.parametrize("mode", ["exact", "lag1"])
+@pytest.mark.parametrize("mode", ["exact", "wait", "lag1"])
 def test_bets_are_dropped_and_change_no_bit(mode, expected, slow_disk):
     model = open_model(DEMO, decode=mode, spec=4)
     got = logits_of(model, lambda i: resize(model, slots=(0.3, 0.2)[i % 2]))

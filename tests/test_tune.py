@@ -94,7 +94,7 @@ def best_of(surface, slots=800) -> float:
         for io in ("pread", "direct", "mmap")
         for threads in (0, 4, 8, 16, 32)
         for lookahead, spec in ((True, 0), (False, 0), (True, 2), (True, 4))
-        for decode in ("auto", "exact", "lag1", "token")
+        for decode in ("auto", "exact", "wait", "lag1", "token")
     )
 
 

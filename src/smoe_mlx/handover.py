@@ -5,10 +5,14 @@ moves to it a page at a time, and back when a kernel stumbles over it, and MLX's
 thread to sleep. On an H200, per layer: 360 us to read the routing, 90 more to send slot numbers.
 There a kernel writes the numbers into pinned memory where the host looks for them, and slot numbers
 go as arrays of 8 bytes, which MLX keeps where both sides reach them: 150 us for both.
+
+Or the device itself waits, in the middle of a graph (`ask`): a kernel writes the routing into
+pinned memory, and looks there until the host has put slot numbers beside it.
 """
 
 import ctypes
 import functools
+import itertools
 import math
 import struct
 import time
@@ -22,8 +26,23 @@ from .store.cuda import CudaError, Driver
 
 PLACES = 256  # arrays that can be on their way to the host at once
 LONGEST = 64  # numbers of one
+WORDS = 2 * LONGEST  # of a place
+ASKED = -1  # in the place of how many numbers
 SPIN_SECONDS = 0.001  # to look for them before going to sleep
+MOST_WAIT_MICROSECONDS = 50_000  # of the device for an answer; then it goes on without
+MOST_HEAR_SECONDS = 10.0  # of the host for a question
 SMALL = 4  # numbers of 16 bits that an array of 8 bytes holds
+
+
+class Question:
+    """Arrays of integers that the host will `hear`, and what it is to `answer`.
+
+    Attributes:
+        reply: [shape of the first array] for graphs: the answer, once there is one.
+    """
+
+    def __init__(self, arrays: Sequence[mx.array], reply: mx.array):
+        self.arrays, self.reply = arrays, reply
 
 
 class Handover:
@@ -31,9 +50,12 @@ class Handover:
 
     Attributes:
         fills: an array of `blank` can be part of a graph before the host knows its numbers.
+        waits: so can a `reply`, and the graph be started: the device waits for the answer, if it
+            can (`can_wait`).
     """
 
     fills = True
+    waits = False
 
     def post(self, arrays: Sequence[mx.array]) -> list[Any]:
         """Start to compute arrays of integers that the host will `take`."""
@@ -66,6 +88,42 @@ class Handover:
         memory = memoryview(blank).cast("B")  # type: ignore[arg-type]
         struct.pack_into(f"{len(values)}I", memory, 0, *values)
 
+    def can_wait(self, numbers: mx.array, after: mx.array) -> bool:
+        """Whether `ask` works with arrays of these types. Nothing may be waiting meanwhile."""
+        return self.fills
+
+    def begin(self) -> int:
+        """The number of a new conversation: of questions that belong together."""
+        return 0
+
+    def ask(self, arrays: Sequence[mx.array], after: mx.array, talk: int) -> Question | None:
+        """Have the host look at arrays of integers, and answer in a graph. None: that cannot be.
+
+        Args:
+            after: what has been computed when the host hears them.
+            talk: a conversation.
+        """
+        return Question(arrays, self.blank(arrays[0].shape))
+
+    def hear(self, question: Question) -> list[list[int]]:
+        """The numbers of each array; waits until they are there.
+
+        Raises:
+            TimeoutError: they do not come.
+        """
+        return self.read(question.arrays)
+
+    def answer(self, question: Question, values: Sequence[int]) -> None:
+        """Non-negative integers for the reply, which nothing has computed with so far."""
+        self.fill(question.reply, values)
+
+    def in_time(self, question: Question) -> bool:
+        """Whether the device had waited long enough for the answer. Ask when it is done."""
+        return True
+
+    def end(self, talk: int) -> None:
+        """Let the device wait no more for answers of a conversation, but go on without."""
+
 
 def flat(nested: Any, shape: tuple[int, ...]) -> list[int]:
     """The numbers of an array's `tolist()`, in one list."""
@@ -86,34 +144,79 @@ class _Posted:
             self.owner.dropped.append((self.place, self.tag, self.array.size))
 
 
+class _Asked(Question):
+    """A question in pinned memory."""
+
+    def __init__(self, owner: "CudaHandover", place: int, tag: int, sizes: tuple[int, ...]):
+        self.owner, self.place, self.tag, self.sizes = owner, place, tag, sizes
+
+    def __del__(self) -> None:
+        if self.place >= 0:
+            self.owner.dropped.append((self.place, self.tag, ASKED))
+
+
 class CudaHandover(Handover):
-    """By pinned memory: places of LONGEST words, each of which belongs to one array at a time.
+    """By pinned memory: places of words, each of which belongs to one array at a time.
 
     Every word carries the tag of this use of its place, so that no order of writes is relied on,
     and nothing that an earlier use left behind is taken for an answer. A place is used again only
-    when all of its numbers have been seen.
+    when all of its numbers have been seen, or the device has done with it.
+
+    A place has LONGEST words for numbers on their way to the host, and as many for those that come
+    back; in the last one the device writes whether it had them in time.
 
     Raises:
         CudaError, OSError: there is no CUDA driver, or numbers do not arrive.
     """
 
     fills = False  # what the host has written to moves to the device page by page
+    waits = True
 
     def __init__(self) -> None:
-        address = Driver().pinned_for_good(4 * PLACES * LONGEST)
-        memory = (ctypes.c_uint32 * (PLACES * LONGEST)).from_address(address)
+        address = Driver().pinned_for_good(4 * (PLACES * WORDS + 1))
+        memory = (ctypes.c_uint32 * (PLACES * WORDS + 1)).from_address(address)
         self._words = memoryview(memory).cast("B").cast("I")
-        self._where = [mx.array([address + 4 * LONGEST * i], mx.uint64) for i in range(PLACES)]
+        self._where = [mx.array([address + 4 * WORDS * i], mx.uint64) for i in range(PLACES)]
+        self._ended = mx.array([address + 4 * PLACES * WORDS], mx.uint64)
+        self._talks = itertools.count(1)
         self._free = deque(range(PLACES))
         self.dropped = deque[tuple[int, int, int]]()  # (place, tag, how many numbers)
         self._tags = [0] * PLACES
         self._kernels: dict[tuple[int, ...], Callable[..., mx.array]] = {}
-        mx.eval(self._where)
+        mx.eval(self._where, self._ended)
         self._post = mx.compile(_make_post())
+        self._ask = mx.compile(_make_ask())
+        self._can_wait: dict[tuple[mx.Dtype, mx.Dtype], bool] = {}
         for numbers in [[0], [7, 65535, 1], list(range(LONGEST))] * 2:
             sent = self.array(numbers, (1, len(numbers)))
             if self.read([sent]) != [numbers] or len(self._free) < PLACES:
                 raise CudaError("numbers do not arrive at the host")
+
+    def can_wait(self, numbers: mx.array, after: mx.array) -> bool:
+        kind = numbers.dtype, after.dtype
+        if kind not in self._can_wait:  # kernels are compiled for each
+            self._can_wait[kind] = self._try_waiting(numbers.dtype, mx.zeros((1,), after.dtype))
+        return self._can_wait[kind]
+
+    def _try_waiting(self, dtype: mx.Dtype, after: mx.array) -> bool:
+        """Whether a kernel sees what the host writes while it runs."""
+        for numbers in [[7, 65535, 1], [5] * 8] * 2:
+            sent = mx.array(numbers, dtype)
+            question = self.ask([sent, sent // 2], after, self.begin())
+            if question is None:
+                return False
+            twice = 2 * question.reply
+            mx.async_eval(twice)  # type: ignore[no-untyped-call]
+            try:
+                heard = self.hear(question)
+            except TimeoutError:
+                return False
+            self.answer(question, numbers[::-1])
+            mx.eval(twice)
+            right = twice.tolist() == [2 * n for n in numbers[::-1]] and self.in_time(question)
+            if not right or heard != [numbers, [n // 2 for n in numbers]]:
+                return False
+        return True
 
     def post(self, arrays: Sequence[mx.array]) -> list[Any]:
         posted = [self._begin(a) for a in arrays]
@@ -129,16 +232,24 @@ class CudaHandover(Handover):
             posted = _Posted(self, array, self._free.pop(), 0)
         except IndexError:
             return _Posted(self, array, -1, 0)
-        self._tags[posted.place] = posted.tag = (self._tags[posted.place] + 1) % 65536
+        posted.tag = self._next_tag(posted.place)
         tag = mx.array(posted.tag << 16, mx.uint32)
         posted.done = self._post(array, self._where[posted.place], tag)
         return posted
+
+    def _next_tag(self, place: int) -> int:
+        self._tags[place] = tag = (self._tags[place] + 1) % 65536
+        return tag
 
     def _reclaim(self) -> None:
         """Places that nobody waits for, and that nobody writes to any more."""
         for _ in range(len(self.dropped)):
             place, tag, size = self.dropped.popleft()
-            if self._look(place, tag, size) is None:
+            if size == ASKED:
+                done = self._words[(place + 1) * WORDS - 1] >> 16 == tag
+            else:
+                done = self._look(place, tag, size) is not None
+            if not done:
                 self.dropped.append((place, tag, size))
             else:
                 self._free.append(place)
@@ -163,11 +274,72 @@ class CudaHandover(Handover):
 
     def _look(self, place: int, tag: int, size: int) -> list[int] | None:
         """The numbers, if all of them are there."""
-        at = place * LONGEST
+        at = place * WORDS
         if self._words[at + size - 1] >> 16 != tag:
             return None
         words = self._words[at : at + size].tolist()
         return None if any([w >> 16 != tag for w in words]) else [w & 65535 for w in words]
+
+    def begin(self) -> int:
+        return next(self._talks) & 0xFFFFFFFF
+
+    def end(self, talk: int) -> None:
+        self._words[PLACES * WORDS] = talk
+
+    def ask(self, arrays: Sequence[mx.array], after: mx.array, talk: int) -> Question | None:
+        sizes = tuple([a.size for a in arrays])
+        if sum(sizes) > LONGEST or sizes[0] == LONGEST:
+            return None
+        if not self._free:
+            self._reclaim()
+        try:
+            question = _Asked(self, self._free.pop(), 0, sizes)
+        except IndexError:
+            return None
+        question.tag = self._next_tag(question.place)
+        numbers, *guesses = arrays
+        if len(guesses) > 1:
+            guesses = [mx.concatenate([g.flatten() for g in guesses])]
+        how_many = sizes[0] | sum(sizes[1:]) << 8
+        tag = mx.array([question.tag << 16 | how_many, talk], mx.uint32)
+        place = self._where[question.place]
+        question.reply = self._ask(place, self._ended, tag, after, numbers, *(guesses or [numbers]))
+        return question
+
+    def hear(self, question: Question) -> list[list[int]]:
+        assert isinstance(question, _Asked)
+        where = question.place, question.tag, sum(question.sizes)
+        numbers = self._look(*where)
+        if numbers is None:
+            start = time.perf_counter()
+            while (numbers := self._look(*where)) is None:
+                passed = time.perf_counter() - start
+                if passed > MOST_HEAR_SECONDS:
+                    raise TimeoutError("the device does not ask")
+                # 0 lets threads that read experts go on.
+                time.sleep(0 if passed < SPIN_SECONDS else SPIN_SECONDS / 20)
+        out, at = [], 0
+        for size in question.sizes:
+            out.append(numbers[at : at + size])
+            at += size
+        return out
+
+    def answer(self, question: Question, values: Sequence[int]) -> None:
+        assert isinstance(question, _Asked)
+        words, at, tag = self._words, question.place * WORDS + LONGEST, question.tag << 16
+        for i, value in enumerate(values):  # word by word: the device must see no half of one
+            words[at + i] = tag | value
+
+    def in_time(self, question: Question) -> bool:
+        assert isinstance(question, _Asked)
+        if question.place < 0:
+            return False
+        status = self._words[(question.place + 1) * WORDS - 1]
+        if status >> 16 != question.tag:
+            return False  # and its place stays taken
+        self._free.append(question.place)
+        question.place = -1
+        return status & 65535 == 0
 
     def array(self, values: Sequence[int], shape: tuple[int, ...]) -> mx.array:
         if max(values) > 65535 or len(values) > LONGEST:
@@ -221,6 +393,63 @@ def _make_post() -> Callable[..., mx.array]:
         return out
 
     return post
+
+
+def _make_ask() -> Callable[..., mx.array]:
+    # tag: {tag << 16 | how many numbers | how many guesses << 8, conversation}
+    kernel: Any = mx.fast.cuda_kernel(
+        name="smoe_ask",
+        input_names=["place", "ended", "tag", "after", "numbers", "guesses"],
+        output_names=["reply"],
+        source=f"""
+            volatile unsigned int* words = (volatile unsigned int*)(place[0]);
+            volatile unsigned int* over = (volatile unsigned int*)(ended[0]);
+            const unsigned int mark = tag[0] & 0xffff0000, talk = tag[1];
+            const unsigned int n = tag[0] & 255, all = n + (tag[0] >> 8 & 255);
+            const unsigned int i = threadIdx.x;
+            if (i < all) {{
+              unsigned long long number = i < n ? numbers[i] : guesses[i - n];
+              if (number < 65536) {{
+                words[i] = mark | (unsigned int)number;
+              }}
+            }}
+            __threadfence_system();
+            int late = 0;
+            if (i < n) {{
+              unsigned long long start, now;
+              asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+              unsigned int word = words[{LONGEST} + i];
+              while ((word & 0xffff0000) != mark) {{
+                asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+                if (*over == talk || now - start > {MOST_WAIT_MICROSECONDS}000ull) {{
+                  late = 1;
+                  word = 0;
+                  break;
+                }}
+                word = words[{LONGEST} + i];
+              }}
+              reply[i] = word & 65535;
+            }}
+            __threadfence_system();
+            late = __syncthreads_or(late);
+            if (i == 0) {{
+              if (late) {{
+                *over = talk;  // all that follows is for nothing
+              }}
+              words[{WORDS - 1}] = mark | late;
+            }}
+        """,
+    )
+    threads = (LONGEST, 1, 1)
+
+    def ask(*inputs: mx.array) -> mx.array:
+        out: mx.array = kernel(
+            inputs=list(inputs), grid=threads, threadgroup=threads,
+            output_shapes=[inputs[4].shape], output_dtypes=[mx.uint32],
+        )[0]  # fmt: skip
+        return out
+
+    return ask
 
 
 def _make_join(count: int, shape: tuple[int, ...]) -> Callable[..., mx.array]:

@@ -27,7 +27,7 @@ READING: dict[str, list[dict[str, Any]]] = {
     ],
 }
 DECODING: dict[str, list[dict[str, Any]]] = {
-    "decode": [{"decode": mode} for mode in ("auto", "exact", "lag1", "token")]
+    "decode": [{"decode": mode} for mode in ("auto", "exact", "wait", "lag1", "token")]
 }
 
 

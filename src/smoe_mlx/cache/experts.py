@@ -139,7 +139,13 @@ class SharedExpertCache(SlotCache):
 
     def may_bet(self, layer: int) -> bool:
         """Whether `prefetch` for this layer is worth a prediction now, going by earlier ones."""
-        return self.may_prefetch(layer) and self._judges[layer].allows(self.reader.waiting)
+        return self.may_prefetch(layer) and self.bets_pay(layer)
+
+    def bets_pay(self, layer: int) -> bool:
+        """The same, whatever is being read at this moment."""
+        judge = self._judges[layer]
+        holds_all = self._bank_of[layer].holds_all
+        return not holds_all and self.reader.slow and judge.allows(self.reader.waiting)
 
     def may_prefetch(self, layer: int) -> bool:
         """Whether `prefetch` for this layer can read anything while something else is done."""

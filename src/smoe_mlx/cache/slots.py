@@ -192,7 +192,7 @@ class SlotCache:
         microsecond counts.
 
         Args:
-            ahead: return while experts are still being read, if some are there and reads are slow.
+            ahead: return while experts are still being read, if reads are slow.
                 `finish_few` must follow, whatever happens.
 
         Returns:
@@ -221,7 +221,7 @@ class SlotCache:
         ahead = ahead and self.reader.worth_waking()
         try:
             loading = self._begin(bank, layer, keys.keys(), ahead)
-            if loading is not None and (not ahead or not loading.hits):
+            if loading is not None and not ahead:
                 self._finish(loading)
                 loading = None
             if self._debug and loading is None:

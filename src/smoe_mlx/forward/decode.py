@@ -15,13 +15,15 @@ import mlx.nn as nn
 
 from ..cache.experts import SharedExpertCache
 from .optimistic import OptimisticDecoder
+from .waiting import WaitingDecoder
 
-# "exact" looks at the routing layer by layer; for the others see optimistic.py.
+# "exact" looks at the routing layer by layer; for "wait" see waiting.py, for the others optimistic.py.
 LAGS: dict[str, int | None] = {"lag1": 1, "token": None}
-MODES = ("auto", "exact", *LAGS, "lossy")
+MODES = ("auto", "exact", "wait", *LAGS, "lossy")
 
 WINDOW = 32  # tokens until the choice is looked at again
 TRIAL = 8  # tokens for which a way is tried
+WARM = 4  # before those: a way's first tokens take longer
 RETRY = 1024  # tokens after which all are tried again
 MOST_MISSED_CALLS = 0.4  # the share of layer calls with a miss up to which `lag1` is tried...
 MOST_MISSES = 1.0  # ...and the number of them in a token up to which `token` is
@@ -30,8 +32,8 @@ MOST_MISSES = 1.0  # ...and the number of them in a token up to which `token` is
 class Chooser:
     """Picks a mode for each token from how long tokens took. Knows no models and no clocks."""
 
-    def __init__(self, layers: int):
-        self.layers = layers
+    def __init__(self, layers: int, device_waits: bool = False):
+        self.layers, self.device_waits = layers, device_waits
         self.mode = "exact"
         self.seconds: dict[str, float] = {}  # mode -> median of its latest tokens
         self._plan = [("exact", WINDOW)]
@@ -57,7 +59,7 @@ class Chooser:
 
     def _decide(self, missed: float) -> None:
         """missed: layer calls of a token that lacked an expert."""
-        modes = ["exact"]
+        modes = ["exact", "wait"] if self.device_waits else ["exact"]
         if missed <= MOST_MISSED_CALLS * self.layers:
             modes.append("lag1")
         if missed <= MOST_MISSES:
@@ -65,7 +67,7 @@ class Chooser:
         untried = any(m not in self.seconds for m in modes) or self._since_trial >= RETRY
         if len(modes) > 1 and untried:
             self._since_trial = 0
-            self._plan = [(m, TRIAL) for m in modes]
+            self._plan = [(m, n) for m in modes for n in (WARM, TRIAL)]
         else:
             best = min((m for m in modes if m in self.seconds), key=self.seconds.__getitem__)
             self._plan = [(best, WINDOW)]
@@ -89,10 +91,11 @@ class Decoding:
     def __init__(self, model: nn.Module, experts: SharedExpertCache, mode: str = "auto"):
         self.mode = "exact" if mode == "auto" and not computes_beside_the_host() else mode
         self.optimistic = OptimisticDecoder(model, experts)
+        self.waiting = WaitingDecoder(experts)
         self.tokens = dict.fromkeys(MODES[1:], 0)
         self.dropped = 0
         self._experts = experts
-        self._chooser = Chooser(len(experts.layouts))
+        self._chooser = Chooser(len(experts.layouts), experts.handover.waits)
         self._start, self._missed, self._timed = 0.0, 0, False
 
     def step(self, model: nn.Module, tokens: mx.array, cache: list[Any]) -> mx.array:
@@ -116,9 +119,13 @@ class Decoding:
         observed = self._experts.trace is not None or hasattr(type(model), "timed_sampling")
         if mode != "exact" and (observed or not self.optimistic.ready(model)):
             mode = "exact"
+        if mode == "wait" and not self.waiting.possible:
+            mode = "exact"
         self.tokens[mode] += 1
         if mode == "exact":
             logits = model(tokens, cache=cache)
+        elif mode == "wait":
+            logits = self.waiting.step(model, tokens, cache)
         elif mode == "lossy":
             logits, dropped = self.optimistic.lossy_step(model, tokens, cache)
             self.dropped += dropped

@@ -235,17 +235,22 @@ class _StreamingSwitch(nn.Module):
                     cache.saw_later(layer, indices)
                     cache.hold(y)
                     return y
-        predicted = [
-            (i, predict(x, shape[-1]))
-            for i, predict in self._bets
-            if indices.size == shape[-1] and cache.may_bet(i)
-        ]
+        predicted = self.predictions(x, indices, cache.may_bet)
         # The one host read of a layer.
         posted = cache.handover.post([indices, *[experts for _, experts in predicted]])
         early = self._build_early(x, shape, weights)
         ids, *guesses = [cache.handover.take(p) for p in posted]
         bets = [(i, experts) for (i, _), experts in zip(predicted, guesses, strict=True)]
         return self.with_ids(x, ids, shape, bets, weights, early)
+
+    def predictions(
+        self, x: mx.array, indices: mx.array, may_bet: Callable[[int], bool]
+    ) -> list[tuple[int, mx.array]]:
+        """(layer, experts that it will probably need) of the layers that may bet."""
+        k = indices.shape[-1]
+        if indices.size != k:  # not one token
+            return []
+        return [(i, predict(x, k)) for i, predict in self._bets if may_bet(i)]
 
     def _build_early(
         self, x: mx.array, shape: tuple[int, ...], weights: Weights | None
@@ -299,6 +304,9 @@ class _StreamingSwitch(nn.Module):
             try:
                 for i, experts in bets:
                     cache.prefetch(i, experts)
+                if len(coming) == len(set(ids)):  # none to compute meanwhile
+                    cache.finish_few()
+                    coming = ()
                 arrays = cache.arrays(layer)
                 if early is not None and early.arrays is arrays and not coming:
                     cache.handover.fill(early.slots, slots)

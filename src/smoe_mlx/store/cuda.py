@@ -11,11 +11,17 @@ CUDA build runs.
 import contextlib
 import ctypes
 import mmap
+import os
 import threading
 from collections.abc import Sequence
 
 import mlx.core as mx
 
+# Queues of the device, for contexts made from here on. With the 8 by default, copies may share one
+# with kernels of MLX, and wait for kernels that wait for them (forward/waiting.py).
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered after MLX's own work
 IS_MANAGED = 8  # CU_POINTER_ATTRIBUTE_IS_MANAGED
 
@@ -68,10 +74,10 @@ def address(buffer: memoryview) -> int:
 
 
 class _Lane:
-    """A thread's own pinned memory and stream."""
+    """A thread's own pinned memory, and the event that its copies are done."""
 
-    def __init__(self, stream: int):
-        self.stream = stream
+    def __init__(self, event: int):
+        self.event = ctypes.c_void_p(event)
         self.memory: mmap.mmap | None = None
         self.view = memoryview(b"")
         self.start = 0
@@ -89,6 +95,12 @@ class Uploader:
         self._call = self._driver.call
         self._copy = self._driver.quick.cuMemcpyHtoDAsync_v2
         self._copy.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+        # One stream for all threads, so that it need not share a queue with MLX's.
+        least, greatest = ctypes.c_int(), ctypes.c_int()
+        self._driver.enter()
+        self._call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
+        self._stream = ctypes.c_void_p()
+        self._call("cuStreamCreateWithPriority", ctypes.byref(self._stream), NON_BLOCKING, greatest)
         self._local = threading.local()
         self._lanes: list[_Lane] = []
 
@@ -105,9 +117,9 @@ class Uploader:
         lane = getattr(self._local, "lane", None)
         if lane is None:
             self._driver.enter()
-            stream = ctypes.c_void_p()
-            self._call("cuStreamCreate", ctypes.byref(stream), NON_BLOCKING)
-            self._local.lane = lane = _Lane(stream.value or 0)
+            event = ctypes.c_void_p()
+            self._call("cuEventCreate", ctypes.byref(event), NO_TIMING)
+            self._local.lane = lane = _Lane(event.value or 0)
             self._lanes.append(lane)
         if len(lane.view) < nbytes:
             self._release(lane)
@@ -122,13 +134,14 @@ class Uploader:
 
         pieces: (offset into `pinned`, destination).
         """
-        lane = self._local.lane
-        code = 0
+        lane, code = self._local.lane, 0
         for offset, to in pieces:
-            code |= self._copy(address(to), lane.start + offset, len(to), lane.stream)
-        self._call("cuStreamSynchronize", ctypes.c_void_p(lane.stream))
+            code |= self._copy(address(to), lane.start + offset, len(to), self._stream)
+        code |= self._driver.quick.cuEventRecord(lane.event, self._stream)
         if code:
+            self._driver.library.cuStreamSynchronize(self._stream)
             raise CudaError(f"copying to the GPU failed with CUDA error {code}")
+        self._call("cuEventSynchronize", lane.event)
 
     def _release(self, lane: _Lane) -> None:
         if lane.memory is not None:
@@ -141,7 +154,10 @@ class Uploader:
             self._driver.enter()
             for lane in self._lanes:
                 self._release(lane)
-                self._call("cuStreamDestroy_v2", ctypes.c_void_p(lane.stream))
+                self._call("cuEventDestroy_v2", lane.event)
+            if self._stream:
+                self._call("cuStreamDestroy_v2", self._stream)
+                self._stream = ctypes.c_void_p()
         self._lanes.clear()
 
 

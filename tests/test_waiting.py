@@ -1,0 +1,235 @@
+"""Decoding while the device waits for slots: the bits of the exact way, whatever goes wrong.
+
+On a CPU nothing waits: the graph is computed when the host asks for what comes out of it, and the
+answer has been put into it by then. The stand-in for CUDA of test_handover.py does the rest.
+"""
+
+import random
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from conftest import STREAMED, random_tokens, resident, same_bits
+from mlx_lm.models.cache import make_prompt_cache
+from test_handover import Device
+
+import smoe_mlx
+from smoe_mlx import StreamingConfig, stats
+from smoe_mlx.errors import ExpertReadError
+from smoe_mlx.forward import waiting
+from smoe_mlx.forward.decode import Chooser
+from smoe_mlx.handover import PLACES, CudaHandover
+from smoe_mlx.load import load_model
+
+DEMO = Path(smoe_mlx.__file__).parent / "demo"
+TOKENS = random_tokens(40)
+ZERO_EXPERTS = [a for a in STREAMED if a.startswith("longcat")]
+
+
+def open_model(folder, slots=0.3, **options):
+    options = {"decode": "wait", "debug": True, **options}
+    return load_model(folder, config=StreamingConfig(slots=slots, **options))[0]
+
+
+def step(model, token, cache, batch=1):
+    tokens = mx.array([[token]] * batch)
+    if hasattr(model, "_streaming"):
+        y = model._streaming.decoding.step(model, tokens, cache)
+    else:
+        y = model(tokens, cache=cache)
+    mx.eval(y)
+    return y
+
+
+def decode_logits(model, n=10, start=5, batch=1):
+    """Logits of a few tokens, one by one, behind a short prompt."""
+    cache = make_prompt_cache(model)
+    yield model(mx.array([TOKENS[:start]] * batch), cache=cache)
+    for t in TOKENS[start : start + n]:
+        yield step(model, t, cache, batch)
+
+
+def equal(a, b) -> bool:
+    return all(same_bits(x, y) for x, y in zip(a, b, strict=True))
+
+
+def waiting_of(model):
+    return model._streaming.decoding.waiting
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A stand-in for CUDA that computes with nothing before it has been answered, and models of
+    which use it."""
+    device = Device(monkeypatch)
+    device.handover = CudaHandover()
+    return device
+
+
+def on_device(model, device):
+    model._streaming.cache.handover = device.handover
+    return model
+
+
+@pytest.mark.parametrize("arch", STREAMED)
+def test_every_architecture_gives_mlx_lms_bits(arch, tiny):
+    folder = tiny(arch)
+    model = open_model(folder)
+    assert equal(decode_logits(model), decode_logits(resident(folder)))
+    s = stats(model)
+    way = "exact" if arch in ZERO_EXPERTS else "wait"
+    assert s.decoded == {**dict.fromkeys(s.decoded, 0), way: 10}
+    assert waiting_of(model).late == 0
+
+
+@pytest.mark.parametrize("slots", [9, 0.25, 0.75, 511])
+@pytest.mark.parametrize("start_every", [1, 3, 100])
+def test_the_demo_on_a_device_that_waits(slots, start_every, device, slow_disk, monkeypatch):
+    monkeypatch.setattr(waiting, "START_EVERY", start_every)
+    model = on_device(open_model(DEMO, slots), device)
+    assert equal(decode_logits(model, 12), decode_logits(resident(DEMO), 12))
+    assert stats(model).decoded["wait"] == 12
+    assert waiting_of(model).late == 0
+    assert len(device.handover._free) == PLACES
+
+
+def test_batches(device):
+    model = on_device(open_model(DEMO), device)
+    assert equal(decode_logits(model, 8, batch=3), decode_logits(resident(DEMO), 8, batch=3))
+    assert stats(model).decoded["wait"] == 8
+
+
+def test_each_expert_of_a_token_is_counted_once(slow_disk):
+    model = open_model(DEMO, 0.5)
+    assert model._streaming.decoding.optimistic.ready(model)
+    cache, before = make_prompt_cache(model), stats(model)
+    for t in TOKENS[:20]:
+        step(model, t, cache)
+    after = stats(model)
+    assert after.hits + after.misses - before.hits - before.misses == 20 * 8 * 8
+    assert after.bets.issued > before.bets.issued
+
+
+def test_an_answer_that_comes_too_late_takes_the_token_back(device, monkeypatch):
+    model = on_device(open_model(DEMO), device)
+    expected = list(decode_logits(resident(DEMO), 30))
+    experts, dice = model._streaming.cache, random.Random(0)
+    claim = experts.claim_few
+
+    def slow(*args, **kw):
+        time.sleep(0.05 * (dice.random() < 0.2))
+        return claim(*args, **kw)
+
+    monkeypatch.setattr(experts, "claim_few", slow)
+    device.patience = 20  # looks
+    assert equal(decode_logits(model, 30), expected)
+    decoded, late = stats(model).decoded, waiting_of(model).late
+    assert late == waiting.FEW_LATE + 1  # then it is given up
+    assert decoded["wait"] < 30
+    assert decoded["wait"] + decoded["exact"] == 30
+
+
+def test_a_device_that_does_not_ask_is_waited_for_but_not_for_ever(device, monkeypatch):
+    monkeypatch.setattr("smoe_mlx.handover.MOST_HEAR_SECONDS", 0.01)
+    model = on_device(open_model(DEMO), device)
+    logits = decode_logits(model, 8)
+    expected = list(decode_logits(resident(DEMO), 8))
+    assert equal([next(logits) for _ in range(4)], expected[:4])
+    assert waiting_of(model).late == 0
+    device.deaf = True  # from here on
+    assert equal(logits, expected[4:])
+    assert waiting_of(model).late == 5
+
+
+def test_a_device_that_cannot_wait_is_not_asked_again(device, monkeypatch):
+    monkeypatch.setattr("smoe_mlx.handover.MOST_HEAR_SECONDS", 0.01)
+    device.lost = True
+    model = on_device(open_model(DEMO), device)
+    assert equal(decode_logits(model, 6), decode_logits(resident(DEMO), 6))
+    decoded = stats(model).decoded
+    assert (decoded["wait"], decoded["exact"]) == (1, 5)
+
+
+def test_fewer_slots_than_a_token_needs(tiny):
+    folder = tiny("qwen3_moe")
+    model = open_model(folder, 1)
+    assert equal(decode_logits(model, 6), decode_logits(resident(folder), 6))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ExpertReadError])
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_what_stops_a_token_leaves_the_caches_as_before(error, on_cuda, device, monkeypatch):
+    """At any layer: the same token again gives the same bits, and the device waits for nothing."""
+    expected = list(decode_logits(resident(DEMO), 12))
+    model = open_model(DEMO)
+    if on_cuda:
+        on_device(model, device)
+    cache, experts = make_prompt_cache(model), model._streaming.cache
+    model(mx.array([TOKENS[:5]]), cache=cache)
+    claim = experts.claim_few
+    assert model._streaming.decoding.optimistic.ready(model)
+    for n, t in enumerate(TOKENS[5:17]):
+        left = [n % 8]
+
+        def fails(*args, left=left, **kw):
+            left[0] -= 1
+            if left[0] < 0:
+                raise error(5, "a test")
+            return claim(*args, **kw)
+
+        monkeypatch.setattr(experts, "claim_few", fails)
+        with pytest.raises(error):
+            step(model, t, cache)
+        monkeypatch.setattr(experts, "claim_few", claim)
+        assert same_bits(step(model, t, cache), expected[n + 1])
+    assert experts.defer is None
+    assert stats(model).decoded["wait"] == 24
+
+
+def test_a_failed_read_is_an_error_and_the_next_token_is_right(monkeypatch, slow_disk):
+    expected = list(decode_logits(resident(DEMO), 10))
+    model = open_model(DEMO, lookahead=False)
+    cache, experts = make_prompt_cache(model), model._streaming.cache
+    model(mx.array([TOKENS[:5]]), cache=cache)
+    finish = experts.reader.finish
+    for n, t in enumerate(TOKENS[5:15]):
+        broken = [n % 4]
+
+        def fails(*readings, broken=broken):
+            broken[0] -= 1
+            if broken[0] < 0:
+                raise ExpertReadError(5, "a test")
+            return finish(*readings)
+
+        monkeypatch.setattr(experts.reader, "finish", fails)
+        with pytest.raises(ExpertReadError):
+            step(model, t, cache)
+        monkeypatch.setattr(experts.reader, "finish", finish)
+        experts.check()
+        assert same_bits(step(model, t, cache), expected[n + 1])
+
+
+def test_slots_come_and_go_between_tokens(device):
+    model = on_device(open_model(DEMO), device)
+    expected = list(decode_logits(resident(DEMO), 20))
+    for n, y in enumerate(decode_logits(model, 20)):
+        assert same_bits(y, expected[n])
+        model._streaming.cache.resize([40 + 37 * (n % 5)])
+    assert waiting_of(model).late == 0
+
+
+def test_auto_tries_it_where_the_device_waits():
+    chooser, modes = Chooser(48, device_waits=True), []
+    ms = {"exact": 3.0, "wait": 1.0, "lag1": 2.0, "token": 2.5}
+    for _ in range(120):
+        modes.append(chooser.mode)
+        chooser.took(ms[chooser.mode], 0)
+    assert set(modes) == set(ms)
+    assert set(modes[-40:]) == {"wait"}
+    chooser, modes = Chooser(48, device_waits=True), []
+    for _ in range(120):  # with many misses, too
+        modes.append(chooser.mode)
+        chooser.took(ms[chooser.mode], 40)
+    assert set(modes) == {"exact", "wait"}
+    assert "wait" not in Chooser(48).seconds
