@@ -13,10 +13,10 @@ few tokens, so that what disturbs one disturbs all. It needs the memory of all a
 
 An arm is a share of the experts in slots, and with `--ways` each way of decoding with it: `none`,
 `hits` (first), `look` (ahead), `both`, and `spec` (both, and two ranks as bets on the next token),
-which all look at the routing layer by layer; `wait`, where the device waits; `lag1` and `token`, which look later; and `auto`, the
-default, which chooses among these. The bound is what a token could take at best: the larger of
-mlx-lm's time and the bytes that were read over the bandwidth at which this arm reads random experts
-into its slots afterwards.
+which all look at the routing layer by layer; `wait`, where the device waits for the answer; `lag1`
+and `token`, which look later; and `auto`, the default, which chooses among these. The bound is what
+a token could take at best: the larger of mlx-lm's time and the bytes that were read over the
+bandwidth at which this arm reads random experts into its slots afterwards.
 `--cold` drops the files from the page cache before every turn (Linux).
 
 A forward ends when its token is there. Arms that hold all experts build the next forward while

@@ -17,22 +17,22 @@ from smoe_mlx.handover import LONGEST, PLACES, WORDS, CudaHandover, Handover, ma
 class Device:
     """mx.fast.cuda_kernel, mx.compile and the driver, as far as a handover uses them.
 
-    Questions are worked off one after the other, a step at a time, whenever this thread looks for
-    numbers or evaluates something.
+    Questions that have been started are worked off one after the other, a step at a time, whenever
+    this thread looks for numbers or evaluates something.
     """
 
     def __init__(self, monkeypatch):
         self.memory = (ctypes.c_uint32 * (PLACES * WORDS + 1))()
         self.delay, self.lost, self.writers = 0.0, False, []
         self.asked, self.deaf, self.steps, self.patience = [], False, 0, 20_000
-        self.thread = threading.get_ident()
+        self.thread, self.started = threading.get_ident(), 0
         self.dice = random.Random(0)
         monkeypatch.setattr(handover, "Driver", lambda: self)
         monkeypatch.setattr(handover.mx.fast, "cuda_kernel", self.cuda_kernel)
         monkeypatch.setattr(handover.mx, "compile", lambda function: function)
-        evaluate = mx.eval
+        evaluate = self.evaluate = mx.eval
         monkeypatch.setattr(handover.mx, "eval", lambda *a: (self.finish(), evaluate(*a))[1])
-        monkeypatch.setattr(handover.mx, "async_eval", lambda *a: None)
+        monkeypatch.setattr(handover.mx, "async_eval", lambda *a: self.start())
         look = CudaHandover._look
         monkeypatch.setattr(CudaHandover, "_look", lambda *a: (self.step(), look(*a))[1])
 
@@ -60,7 +60,7 @@ class Device:
         def ask(inputs, grid, threadgroup, output_shapes, **_):
             place, ended, tag, _after, numbers, guesses = inputs
             reply = mx.zeros(output_shapes[0], mx.uint32)
-            mx.async_eval(reply)
+            self.evaluate(reply)
             assert grid == threadgroup == (LONGEST, 1, 1)
             self.asked.append((place.item(), tag.tolist(), (numbers, guesses), reply))
             assert ended.item() == ctypes.addressof(self.memory) + 4 * PLACES * WORDS
@@ -68,9 +68,12 @@ class Device:
 
         return {"join": join, "post": post, "ask": ask}[name.split("_")[1]]
 
+    def start(self):
+        self.started = len(self.asked)
+
     def step(self):
         """Go on with the first question."""
-        if not self.asked or self.deaf or threading.get_ident() != self.thread:
+        if not self.started or self.deaf or threading.get_ident() != self.thread:
             return
         place, (tag, talk), (numbers, guesses), reply = self.asked[0]
         mark = tag >> 16 << 16
@@ -90,6 +93,7 @@ class Device:
         else:
             return
         self.asked.pop(0)
+        self.started -= 1
         self.steps = 0
 
     def write(self, words, numbers, tag):
@@ -103,7 +107,7 @@ class Device:
     def finish(self):
         for thread in self.writers:
             thread.join()
-        while self.asked and not self.deaf:
+        while self.started and not self.deaf:
             self.step()
             time.sleep(0.0001)
 

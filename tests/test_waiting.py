@@ -4,21 +4,24 @@ On a CPU nothing waits: the graph is computed when the host asks for what comes 
 answer has been put into it by then. The stand-in for CUDA of test_handover.py does the rest.
 """
 
+import gc
 import random
+import threading
 import time
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from conftest import STREAMED, random_tokens, resident, same_bits
+from conftest import STREAMED, interrupt_at_line, random_tokens, resident, same_bits
 from mlx_lm.models.cache import make_prompt_cache
 from test_handover import Device
 
 import smoe_mlx
 from smoe_mlx import StreamingConfig, stats
 from smoe_mlx.errors import ExpertReadError
-from smoe_mlx.forward import waiting
+from smoe_mlx.forward import decode, waiting
 from smoe_mlx.forward.decode import Chooser
+from smoe_mlx.forward.rollback import remember, restore
 from smoe_mlx.handover import PLACES, CudaHandover
 from smoe_mlx.load import load_model
 
@@ -187,6 +190,57 @@ def test_what_stops_a_token_leaves_the_caches_as_before(error, on_cuda, device, 
     assert stats(model).decoded["wait"] == 24
 
 
+def test_a_start_that_waits_for_the_device_is_no_reason_to_be_late(device, monkeypatch):
+    """As MLX does for memory, the first time: the device must go on meanwhile."""
+    model = on_device(open_model(DEMO), device)
+    device.patience = 2_000
+    logits, expected = decode_logits(model, 8), list(decode_logits(resident(DEMO), 8))
+    assert equal([next(logits) for _ in range(3)], expected[:3])
+    monkeypatch.setattr(mx, "async_eval", lambda *a: (device.start(), device.finish()))
+    assert equal(logits, expected[3:])
+    assert stats(model).decoded["wait"] == 8
+    assert waiting_of(model).late == 0
+
+
+def test_ctrl_c_anywhere_in_a_token(device, slow_disk):
+    """The caches are as before, or the token is done; nothing answers any more."""
+    model, source = on_device(open_model(DEMO, threads=2), device), Path(waiting.__file__)
+    device.patience = 2_000
+    expected = list(decode_logits(resident(DEMO), 1))
+    cache = make_prompt_cache(model)
+    assert same_bits(model(mx.array([TOKENS[:5]]), cache=cache), expected[0])
+    assert model._streaming.decoding.optimistic.ready(model)
+    before, places, n, came = [remember(c) for c in cache], set(), 1, "somewhere"
+    while came is not None:
+        came = interrupt_at_line(n, lambda: step(model, TOKENS[5], cache), str(source))
+        places.add(came)
+        if cache[0].offset == 5:  # else it came behind the last layer
+            assert same_bits(step(model, TOKENS[5], cache), expected[1]), came
+        assert cache[0].offset == 6
+        for c, state in zip(cache, before, strict=True):
+            restore(c, state)
+        model._streaming.cache.check()
+        n += 1 + n // 40
+    assert len(places) > 30
+
+
+def test_the_thread_that_answers_ends_with_its_model(device):
+    def answering():
+        return [t for t in threading.enumerate() if t.name.startswith("smoe-answer")]
+
+    before = len(answering())
+    model = on_device(open_model(DEMO), device)
+    list(decode_logits(model, 2))
+    assert len(answering()) == before + 1
+    del model
+    gc.collect()
+    for _ in range(500):
+        if len(answering()) == before:
+            break
+        time.sleep(0.01)
+    assert len(answering()) == before
+
+
 def test_a_failed_read_is_an_error_and_the_next_token_is_right(monkeypatch, slow_disk):
     expected = list(decode_logits(resident(DEMO), 10))
     model = open_model(DEMO, lookahead=False)
@@ -233,3 +287,31 @@ def test_auto_tries_it_where_the_device_waits():
         chooser.took(ms[chooser.mode], 40)
     assert set(modes) == {"exact", "wait"}
     assert "wait" not in Chooser(48).seconds
+
+
+def test_auto_tries_to_do_without_bets(monkeypatch, slow_disk):
+    monkeypatch.setattr(decode, "computes_beside_the_host", lambda: True)
+    model = open_model(DEMO, 0.4, decode="auto", debug=False)
+    cache, reference = make_prompt_cache(model), make_prompt_cache(whole := resident(DEMO))
+    decoding, issued = model._streaming.decoding, {}
+    for t in random_tokens(120):
+        before, way = stats(model).bets.issued, decoding._chooser.way
+        y = step(model, t, cache)
+        decoding.done()
+        issued[way] = issued.get(way, 0) + stats(model).bets.issued - before
+        assert same_bits(y, step(whole, t, reference))
+    assert issued["exact"] > 0
+    assert issued["exact, no bets"] == 0
+    assert model._streaming.cache.bets_allowed
+    model = open_model(DEMO, 0.4, decode="auto", lookahead=False)
+    assert model._streaming.decoding._chooser._always == ["exact"]
+
+
+def test_ways_without_bets_are_taken_where_they_are_faster():
+    chooser, ways = Chooser(48, device_waits=True, looks_ahead=True), []
+    ms = {"exact": 3.0, "wait": 2.0, "exact, no bets": 2.5, "wait, no bets": 1.0}
+    for _ in range(150):
+        ways.append((chooser.way, chooser.mode))
+        chooser.took(ms[chooser.way], 40)
+    assert {way for way, _ in ways} == set(ms)
+    assert set(ways[-40:]) == {("wait, no bets", "wait")}

@@ -359,7 +359,8 @@ def install(
                 if routing and (router := kernels.choose_router(routing.router)):
                     module.router, block.__class__ = router, routing.kind
     install_bets(skeleton, config)
-    decoding = Decoding(skeleton.model, cache, config.decode)
+    looks_ahead = config.lookahead or config.spec > 0
+    decoding = Decoding(skeleton.model, cache, config.decode, looks_ahead)
     return Streaming(cache, plan, decoding, kernels, config.hot_per_layer)
 
 

@@ -37,6 +37,7 @@ class SharedExpertCache(SlotCache):
     Attributes:
         trace: if set, called as `trace(layer, ids [..., k])` with the routing of every layer call.
         usage: if set, learns which experts decoding needs.
+        bets_allowed: whether layers may bet at all.
 
     Raises:
         ValueError: layers of one bank whose experts differ in their tensors.
@@ -143,9 +144,9 @@ class SharedExpertCache(SlotCache):
 
     def bets_pay(self, layer: int) -> bool:
         """The same, whatever is being read at this moment."""
-        judge = self._judges[layer]
-        holds_all = self._bank_of[layer].holds_all
-        return not holds_all and self.reader.slow and judge.allows(self.reader.waiting)
+        if self._bank_of[layer].holds_all or not self.reader.slow or not self.bets_allowed:
+            return False
+        return self._judges[layer].allows(self.reader.waiting)
 
     def may_prefetch(self, layer: int) -> bool:
         """Whether `prefetch` for this layer can read anything while something else is done."""

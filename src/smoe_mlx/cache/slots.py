@@ -60,6 +60,7 @@ class SlotCache:
         self._hot = set[Key]()  # what `pin_only` pinned
         self._claimed: Set[Key] = set()  # what the last claim needs: no bet evicts it
         self._loading: Loading | None = None
+        self.bets_allowed = True
         self._judges = [Judge() for _ in self.layouts]
         self._banks = []
         for layers, slots in banks:

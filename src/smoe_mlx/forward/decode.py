@@ -17,10 +17,11 @@ from ..cache.experts import SharedExpertCache
 from .optimistic import OptimisticDecoder
 from .waiting import WaitingDecoder
 
-# "exact" looks at the routing layer by layer; for "wait" see waiting.py, for the others optimistic.py.
+# "exact" looks at the routing layer by layer; "wait": waiting.py; the others: optimistic.py.
 LAGS: dict[str, int | None] = {"lag1": 1, "token": None}
 MODES = ("auto", "exact", "wait", *LAGS, "lossy")
 
+NO_BETS = ", no bets"  # predicting may cost more than what it saves
 WINDOW = 32  # tokens until the choice is looked at again
 TRIAL = 8  # tokens for which a way is tried
 WARM = 4  # before those: a way's first tokens take longer
@@ -30,46 +31,59 @@ MOST_MISSES = 1.0  # ...and the number of them in a token up to which `token` is
 
 
 class Chooser:
-    """Picks a mode for each token from how long tokens took. Knows no models and no clocks."""
+    """Picks a way for each token from how long tokens took. Knows no models and no clocks.
 
-    def __init__(self, layers: int, device_waits: bool = False):
-        self.layers, self.device_waits = layers, device_waits
-        self.mode = "exact"
-        self.seconds: dict[str, float] = {}  # mode -> median of its latest tokens
+    Args:
+        layers: MoE layers of the model.
+        device_waits: "wait" is among the modes.
+        looks_ahead: the first two modes are tried without bets as well ("exact, no bets").
+    """
+
+    def __init__(self, layers: int, device_waits: bool = False, looks_ahead: bool = False):
+        self.layers = layers
+        self._always = ["exact", "wait"] if device_waits else ["exact"]
+        if looks_ahead:
+            self._always += [mode + NO_BETS for mode in self._always]
+        self.way = "exact"
+        self.seconds: dict[str, float] = {}  # way -> median of its latest tokens
         self._plan = [("exact", WINDOW)]
         self._taken: list[float] = []
         self._missed = 0
         self._since_trial = RETRY
 
     def took(self, seconds: float, missed_calls: int) -> None:
-        """The token was decoded with `mode`, and so many of its layer calls lacked an expert."""
+        """The token was decoded in this `way`, and so many of its layer calls lacked an expert."""
         self._taken.append(seconds)
         self._missed += missed_calls
         self._since_trial += 1
-        mode, tokens = self._plan[0]
+        way, tokens = self._plan[0]
         if len(self._taken) < tokens:
             return
-        self.seconds[mode] = statistics.median(self._taken)
+        self.seconds[way] = statistics.median(self._taken)
         missed = self._missed / len(self._taken)
         self._taken, self._missed = [], 0
         self._plan.pop(0)
         if not self._plan:
             self._decide(missed)
-        self.mode = self._plan[0][0]
+        self.way = self._plan[0][0]
+
+    @property
+    def mode(self) -> str:
+        return self.way.removesuffix(NO_BETS)
 
     def _decide(self, missed: float) -> None:
         """missed: layer calls of a token that lacked an expert."""
-        modes = ["exact", "wait"] if self.device_waits else ["exact"]
+        ways = list(self._always)
         if missed <= MOST_MISSED_CALLS * self.layers:
-            modes.append("lag1")
+            ways.append("lag1")
         if missed <= MOST_MISSES:
-            modes.append("token")
-        untried = any(m not in self.seconds for m in modes) or self._since_trial >= RETRY
-        if len(modes) > 1 and untried:
+            ways.append("token")
+        untried = any(w not in self.seconds for w in ways) or self._since_trial >= RETRY
+        if len(ways) > 1 and untried:
             self._since_trial = 0
-            self._plan = [(m, n) for m in modes for n in (WARM, TRIAL)]
+            self._plan = [(w, n) for w in ways for n in (WARM, TRIAL)]
         else:
-            best = min((m for m in modes if m in self.seconds), key=self.seconds.__getitem__)
+            best = min((w for w in ways if w in self.seconds), key=self.seconds.__getitem__)
             self._plan = [(best, WINDOW)]
 
 
@@ -82,20 +96,29 @@ def computes_beside_the_host() -> bool:
 class Decoding:
     """Decodes the tokens of one streamed model.
 
+    Args:
+        looks_ahead: switch modules have been told to bet.
+
     Attributes:
         mode: "auto", or the one mode that is used ("auto" is "exact" on a CPU).
         tokens: how many were decoded with each mode.
         dropped: experts that were left out (only with "lossy").
     """
 
-    def __init__(self, model: nn.Module, experts: SharedExpertCache, mode: str = "auto"):
+    def __init__(
+        self,
+        model: nn.Module,
+        experts: SharedExpertCache,
+        mode: str = "auto",
+        looks_ahead: bool = False,
+    ):
         self.mode = "exact" if mode == "auto" and not computes_beside_the_host() else mode
         self.optimistic = OptimisticDecoder(model, experts)
         self.waiting = WaitingDecoder(experts)
         self.tokens = dict.fromkeys(MODES[1:], 0)
         self.dropped = 0
         self._experts = experts
-        self._chooser = Chooser(len(experts.layouts), experts.handover.waits)
+        self._chooser = Chooser(len(experts.layouts), experts.handover.waits, looks_ahead)
         self._start, self._missed, self._timed = 0.0, 0, False
 
     def step(self, model: nn.Module, tokens: mx.array, cache: list[Any]) -> mx.array:
@@ -110,9 +133,17 @@ class Decoding:
         if tokens.shape[1] != 1 or self._experts.holds_all:
             logits: mx.array = model(tokens, cache=cache)
             return logits
-        mode = self.mode
-        if mode == "auto":
-            mode, self._timed = self._chooser.mode, True
+        if self.mode != "auto":
+            return self._step(model, tokens, cache, self.mode)
+        self._timed = True
+        self._experts.bets_allowed = not self._chooser.way.endswith(NO_BETS)
+        try:
+            return self._step(model, tokens, cache, self._chooser.mode)
+        finally:
+            self._experts.bets_allowed = True
+
+    def _step(self, model: nn.Module, tokens: mx.array, cache: list[Any], mode: str) -> mx.array:
+        if self._timed:
             self._start = time.perf_counter()
             self._missed = self._experts.stats.missed_calls
         # What looks at each call wants true ones, and in order.
@@ -122,6 +153,7 @@ class Decoding:
         if mode == "wait" and not self.waiting.possible:
             mode = "exact"
         self.tokens[mode] += 1
+        logits: mx.array
         if mode == "exact":
             logits = model(tokens, cache=cache)
         elif mode == "wait":

@@ -113,13 +113,9 @@ class WaitingDecoder:
                     self._pool = ThreadPoolExecutor(1, "smoe-answer")
                 answering = self._pool.submit(self._answer_all, token)
             experts.defer = self._call
-            try:
-                logits: mx.array = model(tokens, cache=cache)
-            finally:
-                experts.defer = None
+            logits: mx.array = model(tokens, cache=cache)
             if answering is not None:
-                mx.async_eval(logits)  # type: ignore[no-untyped-call]
-                self._has_started(token)
+                self._start(token, logits)
             mx.eval(logits)
             _stop(token, answering)
             if answering is not None:
@@ -134,7 +130,7 @@ class WaitingDecoder:
                 restore(c, state)
             raise
         finally:
-            self._token = None
+            experts.defer, self._token = None, None
         for c, state in zip(cache, before, strict=True):
             restore(c, state)
         return None
@@ -156,26 +152,27 @@ class WaitingDecoder:
         if not handover.can_wait(indices, x):
             self._refused = True
             raise _TakeBack
+        arrays = experts.arrays(layer)
         predicted = switch.predictions(x, indices, experts.bets_pay)
         after = x if token.after is None else token.after
         question = handover.ask([indices, *[p for _, p in predicted]], after, token.talk)
         if question is None:
             raise _TakeBack
-        arrays = experts.arrays(layer)
         call = _Call(layer, question, [i for i, _ in predicted], arrays)
         y = token.after = switch.in_one(arrays, x, question.reply, weights)
         token.calls.append(call)
         if not handover.waits:
-            self._answer(call)
+            self._answer(token, call)
         elif len(token.calls) % START_EVERY == 1 or START_EVERY == 1:
-            mx.async_eval(y)  # type: ignore[no-untyped-call]
-            self._has_started(token)
+            self._start(token, y)
         return y
 
-    def _has_started(self, token: _Token) -> None:
+    def _start(self, token: _Token, y: mx.array) -> None:
+        # They are answered while this thread is at it: starting may wait for the device.
         for call in token.calls[token.count :]:
             token.started.put(call)
         token.count = len(token.calls)
+        mx.async_eval(y)  # type: ignore[no-untyped-call]
 
     # ---- beside the thread that builds, which holds the cache's lock ----------------------------
 
@@ -183,16 +180,16 @@ class WaitingDecoder:
         try:
             while (call := token.started.get()) is not None:
                 if not token.over:
-                    self._answer(call)
+                    self._answer(token, call)
         except BaseException:
             self.experts.handover.end(token.talk)  # the one that builds may wait for the device
             raise
 
-    def _answer(self, call: _Call) -> None:
+    def _answer(self, token: _Token, call: _Call) -> None:
         """Hear what a layer was routed to, have its experts read, and answer."""
         experts, handover = self.experts, self.experts.handover
         try:
-            ids, *guesses = handover.hear(call.question)
+            ids, *guesses = handover.hear(call.question, lambda: not token.over)
         except TimeoutError:
             raise _TakeBack from None
         stats = experts.stats.layers[call.layer]
