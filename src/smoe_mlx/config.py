@@ -56,7 +56,8 @@ class StreamingConfig:
         spec: experts beyond a token's own that are read as bets for the next token, by their rank
             with the router.
         decode: how `stream_generate` decodes tokens. "auto" picks the fastest of "exact" (the host
-            looks at the routing of each layer), "lag1" and "token" (it looks later, and does again
+            looks at the routing of each layer), "wait" (CUDA: the device waits in the middle of a
+            token for experts to come), "lag1" and "token" (the host looks later, and does again
             what lacked an expert); all give the same bits. "lossy" leaves out experts that are not
             in memory: not the model's own answers.
         kernels: what computes the experts of up to 16 tokens on a GPU. "stock": mlx-lm's own

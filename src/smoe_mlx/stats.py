@@ -78,7 +78,8 @@ class Stats:
             through the model layer by layer.
         prefill_fallback: why prompts go chunk by chunk instead, or "".
         decoded: tokens decoded in each mode, as far as `stream_generate` decoded them.
-        failed_passes: forwards that were done again because an expert was missing.
+        failed_passes: forwards that were done again because an expert was missing, or came later
+            than a device waits.
         decode_fallback: why the model is decoded only the exact way, or "".
         dropped: experts that `decode="lossy"` left out. Unless 0, answers are not the model's own.
         kernels: what computes the experts of few tokens, and what the self-test of the kernels
@@ -209,7 +210,7 @@ def stats(model: nn.Module) -> Stats:
         prefill_passes=streaming.prefill.passes,
         prefill_fallback=streaming.prefill.fallback,
         decoded=dict(streaming.decoding.tokens),
-        failed_passes=streaming.decoding.optimistic.failed,
+        failed_passes=streaming.decoding.optimistic.failed + streaming.decoding.waiting.late,
         decode_fallback=streaming.decoding.optimistic.refused,
         dropped=streaming.decoding.dropped,
         kernels=str(streaming.kernels),

@@ -304,7 +304,7 @@ class _StreamingSwitch(nn.Module):
             try:
                 for i, experts in bets:
                     cache.prefetch(i, experts)
-                if len(coming) == len(set(ids)):  # none to compute meanwhile
+                if coming and len(coming) == len(set(ids)):  # none to compute meanwhile
                     cache.finish_few()
                     coming = ()
                 arrays = cache.arrays(layer)
