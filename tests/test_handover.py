@@ -139,6 +139,46 @@ def test_what_a_place_held_before_is_never_taken_for_an_answer(device):
         assert cuda.read([mx.array(numbers)]) == [numbers]
 
 
+def test_tags_that_come_again_find_nothing_of_their_earlier_uses(device):
+    """After 65,535 uses of a place, most of them shorter, or without an answer."""
+    cuda, one = CudaHandover(), mx.zeros((1,))
+    for way in ("post", "ask"):
+        for last in (0, 65534):
+            place = cuda._free[-1]
+            cuda._tags[place] = last
+            long, short = mx.array([1, 2, 3, 4]), mx.array([9])
+            if way == "post":
+                assert cuda.read([long]) == [[1, 2, 3, 4]]
+                assert cuda._free[-1] == place
+                assert cuda.read([short]) == [[9]]
+            else:
+                question = cuda.ask([long], one, cuda.begin())
+                mx.async_eval(question.reply)
+                assert cuda.hear(question) == [[1, 2, 3, 4]]
+                cuda.answer(question, [5, 6, 7, 8])
+                mx.eval(question.reply)
+                assert question.reply.tolist() == [5, 6, 7, 8]
+                assert cuda.in_time(question)
+            cuda._tags[place] = last  # as many uses later
+            words = device.memory[place * WORDS : (place + 1) * WORDS]
+            assert any(words)
+            device.delay, device.deaf = 0.2, True  # nothing new comes
+            if way == "post":
+                posted = cuda._begin(long)
+                assert posted.place == place
+                assert cuda._look(place, posted.tag, 4) is None
+                device.finish()
+                assert cuda.take(posted) == [1, 2, 3, 4]
+            else:
+                question = cuda.ask([long], one, cuda.begin())
+                assert question.place == place
+                assert not any(device.memory[place * WORDS : (place + 1) * WORDS])
+                device.asked.clear()
+                device.memory[(place + 1) * WORDS - 1] = question.tag << 16
+                assert cuda.in_time(question)
+            device.delay, device.deaf = 0.0, False
+
+
 def test_posted_arrays_are_taken_in_any_order(device):
     cuda = CudaHandover()
     posted = cuda.post([mx.array([[i, i + 1]]) for i in range(5)])

@@ -27,6 +27,7 @@ from .store.cuda import CudaError, Driver
 PLACES = 256  # arrays that can be on their way to the host at once
 LONGEST = 64  # numbers of one
 WORDS = 2 * LONGEST  # of a place
+NOTHING = memoryview(bytes(4 * WORDS)).cast("I")
 ASKED = -1  # in the place of how many numbers
 SPIN_SECONDS = 0.001  # to look for them before going to sleep
 MOST_WAIT_MICROSECONDS = 50_000  # of the device for an answer; then it goes on without
@@ -160,9 +161,9 @@ class _Asked(Question):
 class CudaHandover(Handover):
     """By pinned memory: places of words, each of which belongs to one array at a time.
 
-    Every word carries the tag of this use of its place, so that no order of writes is relied on,
-    and nothing that an earlier use left behind is taken for an answer. A place is used again only
-    when all of its numbers have been seen, or the device has done with it.
+    Every word carries the tag of this use of its place, so that no order of writes is relied on. A
+    place is used again only when all of its numbers have been seen, or the device has done with it,
+    and is empty then: tags come again.
 
     A place has LONGEST words for numbers on their way to the host, and as many for those that come
     back; in the last one the device writes whether it had them in time.
@@ -235,13 +236,15 @@ class CudaHandover(Handover):
             posted = _Posted(self, array, self._free.pop(), 0)
         except IndexError:
             return _Posted(self, array, -1, 0)
-        posted.tag = self._next_tag(posted.place)
+        posted.tag = self._empty(posted.place)
         tag = mx.array(posted.tag << 16, mx.uint32)
         posted.done = self._post(array, self._where[posted.place], tag)
         return posted
 
-    def _next_tag(self, place: int) -> int:
-        self._tags[place] = tag = (self._tags[place] + 1) % 65536
+    def _empty(self, place: int) -> int:
+        """Remove what an earlier use left behind; returns the tag of the next one, which is not 0."""
+        self._words[place * WORDS : (place + 1) * WORDS] = NOTHING
+        self._tags[place] = tag = self._tags[place] % 65535 + 1
         return tag
 
     def _reclaim(self) -> None:
@@ -299,7 +302,7 @@ class CudaHandover(Handover):
             question = _Asked(self, self._free.pop(), 0, sizes)
         except IndexError:
             return None
-        question.tag = self._next_tag(question.place)
+        question.tag = self._empty(question.place)
         numbers, *guesses = arrays
         if len(guesses) > 1:
             guesses = [mx.concatenate([g.flatten() for g in guesses])]
