@@ -23,8 +23,8 @@ from smoe_mlx.trace import Recorder, Trace, force
 ROOT = Path(__file__).parents[1]
 DEMO = Path(smoe_mlx.__file__).parent / "demo"
 ARGUMENTS = {
-    "decode.py": "--tokens 8 --warmup 4 --rounds 1 --turn 4 --shares 0.5 --ways both wait lag1 token "
-    "--trace {trace}",
+    "decode.py": "--tokens 8 --warmup 4 --rounds 1 --turn 4 --shares 0.5 --trace {trace} "
+    "--ways both wait lag1 token",
     "forecast.py": "--models demo --tokens 4 --prompt-tokens 4",
     "host_overhead.py": "--tokens 12 --warmup 2",
     "hot.py": "--learn {text} --text {text} --learn-tokens 16 --tokens 8 --shares 0.5 --pins 2 "

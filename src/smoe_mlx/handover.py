@@ -242,7 +242,7 @@ class CudaHandover(Handover):
         return posted
 
     def _empty(self, place: int) -> int:
-        """Remove what an earlier use left behind; returns the tag of the next one, which is not 0."""
+        """Remove what an earlier use left behind; returns the next one's tag, which is not 0."""
         self._words[place * WORDS : (place + 1) * WORDS] = NOTHING
         self._tags[place] = tag = self._tags[place] % 65535 + 1
         return tag
