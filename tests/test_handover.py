@@ -26,6 +26,7 @@ class Device:
         self.delay, self.lost, self.writers = 0.0, False, []
         self.asked, self.deaf, self.steps, self.patience = [], False, 0, 20_000
         self.thread, self.started = threading.get_ident(), 0
+        self.tables, self.alone, self.waiting = [], 0, False
         self.dice = random.Random(0)
         monkeypatch.setattr(handover, "Driver", lambda: self)
         monkeypatch.setattr(handover.mx.fast, "cuda_kernel", self.cuda_kernel)
@@ -37,8 +38,11 @@ class Device:
         monkeypatch.setattr(CudaHandover, "_look", lambda *a: (self.step(), look(*a))[1])
 
     def pinned_for_good(self, nbytes):
-        assert nbytes == ctypes.sizeof(self.memory)
-        return ctypes.addressof(self.memory)
+        memory = self.memory
+        if nbytes != ctypes.sizeof(memory):  # a table
+            memory = (ctypes.c_int32 * (nbytes // 4))()
+            self.tables.append(memory)
+        return ctypes.addressof(memory)
 
     def cuda_kernel(self, name, input_names, output_names, source):
         def join(inputs, output_shapes, **_):
@@ -58,11 +62,12 @@ class Device:
             return [tag.reshape(1)]
 
         def ask(inputs, grid, threadgroup, output_shapes, **_):
-            place, ended, tag, _after, numbers, guesses = inputs
+            place, ended, table, tag, _after, numbers, guesses = inputs
             reply = mx.zeros(output_shapes[0], mx.uint32)
             self.evaluate(reply)
             assert grid == threadgroup == (LONGEST, 1, 1)
-            self.asked.append((place.item(), tag.tolist(), (numbers, guesses), reply))
+            arrays = numbers, guesses, table.item()
+            self.asked.append((place.item(), tag.tolist(), arrays, reply))
             assert ended.item() == ctypes.addressof(self.memory) + 4 * PLACES * WORDS
             return [reply]
 
@@ -75,7 +80,7 @@ class Device:
         """Go on with the first question."""
         if not self.started or self.deaf or threading.get_ident() != self.thread:
             return
-        place, (tag, talk), (numbers, guesses), reply = self.asked[0]
+        place, (tag, talk), (numbers, guesses, table), reply = self.asked[0]
         mark = tag >> 16 << 16
         words = (ctypes.c_uint32 * WORDS).from_address(place)
         answer = words[LONGEST : LONGEST + reply.size]
@@ -83,8 +88,16 @@ class Device:
         self.steps += 1
         if self.steps == 1:
             flat = numbers.flatten().tolist()[: tag & 255]
+            experts = ctypes.c_int32.from_address(table).value
+            slots = (ctypes.c_int32 * experts).from_address(table + 4)
+            found = [slots[n] if n < experts else -1 for n in flat]
+            asks = min(found) < 0
+            for i, slot in enumerate(() if asks else found):
+                words[LONGEST + i] = mark | slot
+            self.alone += not asks
+            self.waiting = asks
             flat += guesses.flatten().tolist()[: tag >> 8 & 255]
-            self.write(words, flat, mark)
+            self.write(words, [*flat, int(asks)], mark)
         if all(w >> 16 == tag >> 16 for w in answer):
             Handover().fill(reply, [w & 65535 for w in answer])
             words[WORDS - 1] = mark
@@ -93,6 +106,7 @@ class Device:
         else:
             return
         self.asked.pop(0)
+        self.waiting = False
         self.started -= 1
         self.steps = 0
 
@@ -142,6 +156,7 @@ def test_what_a_place_held_before_is_never_taken_for_an_answer(device):
 def test_tags_that_come_again_find_nothing_of_their_earlier_uses(device):
     """After 65,535 uses of a place, most of them shorter, or without an answer."""
     cuda, one = CudaHandover(), mx.zeros((1,))
+    table = cuda.table(5)
     for way in ("post", "ask"):
         for last in (0, 65534):
             place = cuda._free[-1]
@@ -152,9 +167,9 @@ def test_tags_that_come_again_find_nothing_of_their_earlier_uses(device):
                 assert cuda._free[-1] == place
                 assert cuda.read([short]) == [[9]]
             else:
-                question = cuda.ask([long], one, cuda.begin())
+                question = cuda.ask([long], table, one, cuda.begin())
                 mx.async_eval(question.reply)
-                assert cuda.hear(question) == [[1, 2, 3, 4]]
+                assert cuda.hear(question) == ([[1, 2, 3, 4]], None)
                 cuda.answer(question, [5, 6, 7, 8])
                 mx.eval(question.reply)
                 assert question.reply.tolist() == [5, 6, 7, 8]
@@ -170,7 +185,7 @@ def test_tags_that_come_again_find_nothing_of_their_earlier_uses(device):
                 device.finish()
                 assert cuda.take(posted) == [1, 2, 3, 4]
             else:
-                question = cuda.ask([long], one, cuda.begin())
+                question = cuda.ask([long], table, one, cuda.begin())
                 assert question.place == place
                 assert not any(device.memory[place * WORDS : (place + 1) * WORDS])
                 device.asked.clear()

@@ -6,8 +6,9 @@ thread to sleep. On an H200, per layer: 360 us to read the routing, 90 more to s
 There a kernel writes the numbers into pinned memory where the host looks for them, and slot numbers
 go as arrays of 8 bytes, which MLX keeps where both sides reach them: 150 us for both.
 
-Or the device itself waits, in the middle of a graph (`ask`): a kernel writes the routing into
-pinned memory, and looks there until the host has put slot numbers beside it.
+Or the device helps itself, in the middle of a graph (`ask`): a kernel looks up the slots of what
+was routed in a table of the host's, and where one is missing it waits until the host has put slot
+numbers beside the routing.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ import itertools
 import math
 import struct
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,11 +37,19 @@ MOST_HEAR_SECONDS = 10.0  # of the host for a question
 SMALL = 4  # numbers of 16 bits that an array of 8 bytes holds
 
 
+class Table:
+    """Where the device can look up the slots of a layer's experts. Here: nowhere."""
+
+    def write(self, slots: Sequence[int]) -> None:
+        """The slot of each expert, or -1. None may go while a graph that asks is computed, but for
+        one that waits for an answer."""
+
+
 class Question:
-    """Arrays of integers that the host will `hear`, and what it is to `answer`.
+    """Arrays of integers that the host will `hear`, and what it may have to `answer`.
 
     Attributes:
-        reply: [shape of the first array] for graphs: the answer, once there is one.
+        reply: [shape of the first array] for graphs: the slots, once they are known.
     """
 
     def __init__(self, arrays: Sequence[mx.array], reply: mx.array):
@@ -97,8 +107,15 @@ class Handover:
         """The number of a new conversation: of questions that belong together."""
         return 0
 
-    def ask(self, arrays: Sequence[mx.array], after: mx.array, talk: int) -> Question | None:
-        """Have the host look at arrays of integers, and answer in a graph. None: that cannot be.
+    def table(self, experts: int) -> Table:
+        """One for a layer of so many experts, all of them missing."""
+        return Table()
+
+    def ask(
+        self, arrays: Sequence[mx.array], table: Table, after: mx.array, talk: int
+    ) -> Question | None:
+        """In a graph, the slots of a routing, the first one of these arrays of integers, all of
+        which the host hears. None: that cannot be.
 
         Args:
             after: what has been computed when the host hears them.
@@ -108,13 +125,14 @@ class Handover:
 
     def hear(
         self, question: Question, wanted: Callable[[], bool] = lambda: True
-    ) -> list[list[int]]:
-        """The numbers of each array; waits until they are there.
+    ) -> tuple[list[list[int]], list[int] | None]:
+        """(the numbers of each array, the slots that the device found itself; or None: it waits for
+        an answer). Waits until they are there.
 
         Raises:
             TimeoutError: they do not come, or are not wanted any more.
         """
-        return self.read(question.arrays)
+        return self.read(question.arrays), None
 
     def answer(self, question: Question, values: Sequence[int]) -> None:
         """Non-negative integers for the reply, which nothing has computed with so far."""
@@ -147,6 +165,26 @@ class _Posted:
             self.owner.dropped.append((self.place, self.tag, self.array.size))
 
 
+class _PinnedTable(Table):
+    """[1 + E] words: E, and a slot or -1 for each expert."""
+
+    def __init__(self, address: int, experts: int):
+        memory = (ctypes.c_int32 * (1 + experts)).from_address(address)
+        self._words = memoryview(memory).cast("B").cast("i")
+        self._words[0] = experts
+        self._slots = [0] * experts
+        self.where = mx.array([address], mx.uint64)
+        mx.eval(self.where)
+        self.write([-1] * experts)
+
+    def write(self, slots: Sequence[int]) -> None:
+        if self._slots != slots:
+            for e, (before, now) in enumerate(zip(self._slots, slots, strict=True)):
+                if before != now:  # word by word: the device must see no half of one
+                    self._words[1 + e] = now
+            self._slots = list(slots)
+
+
 class _Asked(Question):
     """A question in pinned memory."""
 
@@ -176,7 +214,9 @@ class CudaHandover(Handover):
     waits = True
 
     def __init__(self) -> None:
-        address = Driver().pinned_for_good(4 * (PLACES * WORDS + 1))
+        self._driver = Driver()
+        self._spare: dict[int, list[int]] = {}  # experts -> addresses of tables that nobody has
+        address = self._driver.pinned_for_good(4 * (PLACES * WORDS + 1))
         memory = (ctypes.c_uint32 * (PLACES * WORDS + 1)).from_address(address)
         self._words = memoryview(memory).cast("B").cast("I")
         self._where = [mx.array([address + 4 * WORDS * i], mx.uint64) for i in range(PLACES)]
@@ -204,9 +244,12 @@ class CudaHandover(Handover):
 
     def _try_waiting(self, dtype: mx.Dtype, after: mx.array) -> bool:
         """Whether a kernel sees what the host writes while it runs."""
-        for numbers in [[7, 65535, 1], [5] * 8] * 2:
+        table = self.table(8)
+        for numbers in [[7, 65535, 1], [5] * 8, [7, 5, 3]] * 2:
+            found = [8 * n for n in numbers] if numbers == [7, 5, 3] else None
+            table.write([-1, -1, -1, 24, -1, 40 if found else -1, -1, 56])
             sent = mx.array(numbers, dtype)
-            question = self.ask([sent, sent // 2], after, self.begin())
+            question = self.ask([sent, sent // 2], table, after, self.begin())
             if question is None:
                 return False
             twice = 2 * question.reply
@@ -215,10 +258,12 @@ class CudaHandover(Handover):
                 heard = self.hear(question)
             except TimeoutError:
                 return False
-            self.answer(question, numbers[::-1])
+            if found is None:
+                self.answer(question, numbers[::-1])
             mx.eval(twice)
-            right = twice.tolist() == [2 * n for n in numbers[::-1]] and self.in_time(question)
-            if not right or heard != [numbers, [n // 2 for n in numbers]]:
+            right = twice.tolist() == [2 * n for n in found or numbers[::-1]]
+            right = self.in_time(question) and right
+            if not right or heard != ([numbers, [n // 2 for n in numbers]], found):
                 return False
         return True
 
@@ -292,9 +337,19 @@ class CudaHandover(Handover):
     def end(self, talk: int) -> None:
         self._words[PLACES * WORDS] = talk
 
-    def ask(self, arrays: Sequence[mx.array], after: mx.array, talk: int) -> Question | None:
+    def table(self, experts: int) -> Table:
+        spare = self._spare.setdefault(experts, [])
+        address = spare.pop() if spare else self._driver.pinned_for_good(4 * (1 + experts))
+        table = _PinnedTable(address, experts)
+        weakref.finalize(table, spare.append, address)
+        return table
+
+    def ask(
+        self, arrays: Sequence[mx.array], table: Table, after: mx.array, talk: int
+    ) -> Question | None:
+        assert isinstance(table, _PinnedTable)
         sizes = tuple([a.size for a in arrays])
-        if sum(sizes) > LONGEST or sizes[0] == LONGEST:
+        if sum(sizes) >= LONGEST:
             return None
         if not self._free:
             self._reclaim()
@@ -309,14 +364,16 @@ class CudaHandover(Handover):
         how_many = sizes[0] | sum(sizes[1:]) << 8
         tag = mx.array([question.tag << 16 | how_many, talk], mx.uint32)
         place = self._where[question.place]
-        question.reply = self._ask(place, self._ended, tag, after, numbers, *(guesses or [numbers]))
+        question.reply = self._ask(
+            place, self._ended, table.where, tag, after, numbers, *(guesses or [numbers])
+        )
         return question
 
     def hear(
         self, question: Question, wanted: Callable[[], bool] = lambda: True
-    ) -> list[list[int]]:
+    ) -> tuple[list[list[int]], list[int] | None]:
         assert isinstance(question, _Asked)
-        where = question.place, question.tag, sum(question.sizes)
+        where = question.place, question.tag, sum(question.sizes) + 1
         numbers = self._look(*where)
         if numbers is None:
             start = time.perf_counter()
@@ -330,7 +387,10 @@ class CudaHandover(Handover):
         for size in question.sizes:
             out.append(numbers[at : at + size])
             at += size
-        return out
+        if numbers[-1]:
+            return out, None
+        start = question.place * WORDS + LONGEST
+        return out, [w & 65535 for w in self._words[start : start + question.sizes[0]].tolist()]
 
     def answer(self, question: Question, values: Sequence[int]) -> None:
         assert isinstance(question, _Asked)
@@ -407,23 +467,37 @@ def _make_ask() -> Callable[..., mx.array]:
     # tag: {tag << 16 | how many numbers | how many guesses << 8, conversation}
     kernel: Any = mx.fast.cuda_kernel(
         name="smoe_ask",
-        input_names=["place", "ended", "tag", "after", "numbers", "guesses"],
+        input_names=["place", "ended", "table", "tag", "after", "numbers", "guesses"],
         output_names=["reply"],
         source=f"""
             volatile unsigned int* words = (volatile unsigned int*)(place[0]);
             volatile unsigned int* over = (volatile unsigned int*)(ended[0]);
             const unsigned int mark = tag[0] & 0xffff0000, talk = tag[1];
             const unsigned int n = tag[0] & 255, all = n + (tag[0] >> 8 & 255);
+            const volatile int* slots = (const volatile int*)(table[0]);
             const unsigned int i = threadIdx.x;
+            unsigned long long number = 0;
+            int slot = -1;
             if (i < all) {{
-              unsigned long long number = i < n ? numbers[i] : guesses[i - n];
-              if (number < 65536) {{
-                words[i] = mark | (unsigned int)number;
-              }}
+              number = i < n ? numbers[i] : guesses[i - n];
+            }}
+            if (i < n && number < (unsigned long long)slots[0]) {{
+              slot = slots[1 + number];
+            }}
+            const int asks = __syncthreads_or(i < n && slot < 0);
+            if (i < n && !asks) {{
+              words[{LONGEST} + i] = mark | (unsigned int)slot;
+              __threadfence_system();  // before the number: who sees that reads this
+            }}
+            if (i == all) {{
+              number = asks != 0;
+            }}
+            if (i <= all && number < 65536) {{
+              words[i] = mark | (unsigned int)number;
             }}
             __threadfence_system();
             int late = 0;
-            if (i < n) {{
+            if (i < n && asks) {{
               unsigned long long start, now;
               asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
               unsigned int word = words[{LONGEST} + i];
@@ -436,7 +510,10 @@ def _make_ask() -> Callable[..., mx.array]:
                 }}
                 word = words[{LONGEST} + i];
               }}
-              reply[i] = word & 65535;
+              slot = word & 65535;
+            }}
+            if (i < n) {{
+              reply[i] = slot;
             }}
             __threadfence_system();
             late = __syncthreads_or(late);
@@ -453,7 +530,7 @@ def _make_ask() -> Callable[..., mx.array]:
     def ask(*inputs: mx.array) -> mx.array:
         out: mx.array = kernel(
             inputs=list(inputs), grid=threads, threadgroup=threads,
-            output_shapes=[inputs[4].shape], output_dtypes=[mx.uint32],
+            output_shapes=[inputs[5].shape], output_dtypes=[mx.uint32],
         )[0]  # fmt: skip
         return out
 

@@ -96,6 +96,10 @@ class SlotCache:
         """[E] int32: the slot of each expert of `layer` now, or -1. Take it under `lock`."""
         return np.array(self._bank_of[layer].tables[layer], np.int32)
 
+    def places(self, layer: int) -> Sequence[int]:
+        """[E] the same, as it is at any time: no copy."""
+        return self._bank_of[layer].tables[layer]
+
     def arrays(self, layer: int) -> Arrays:
         """The slot bank of `layer`: (projection, kind) -> [slots, ...]."""
         return self._memory(self._bank_of[layer]).arrays

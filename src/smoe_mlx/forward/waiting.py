@@ -1,15 +1,18 @@
 """Decoding while the device waits for the host, and not the host for the device.
 
 The exact way builds a layer's experts when the host has seen the routing. Here a token is built and
-started as a whole: in the graph, the device asks for the slots of each layer's experts, and waits
-for the answer (`Handover.ask`). A thread beside the one that builds hears what was routed, has the
-experts read, and answers. So building and starting, most of what a layer costs the host, goes on
-beside reading and computing.
+started as a whole: in the graph, the device looks up the slots of each layer's experts in a table,
+and asks the host if one is missing there, and waits for the answer (`Handover.ask`). A thread
+beside the one that builds hears what was routed, has missing experts read, and answers. So building
+and starting, most of what a layer costs the host, goes on beside reading and computing, and a layer
+that lacks nothing waits for nobody.
 
-What makes it right: an answer is given when all experts of its layer are in their slots. The host
-hears a layer when everything before it has been computed, so that no slot is rewritten that
-something still reads. A device that had to wait too long goes on with what is there: then the token
-is taken back, and decoded the exact way. An error or an interrupt takes it back as well.
+What makes it right: an expert leaves the table, and its slot is rewritten, only while the device
+waits for an answer: then everything before has been computed, and nothing behind has begun. An
+answer is given when all experts of its layer are in their slots, and the table says what is gone.
+What the device found in the table is compared afterwards. A device that had to wait too long goes
+on with what is there: then the token is taken back, and decoded the exact way. An error or an
+interrupt takes it back as well.
 
 A device that cannot wait, a CPU, has not begun when the host answers: there it is the exact way.
 """
@@ -26,7 +29,7 @@ import mlx.nn as nn
 from ..cache.bookkeeping import Arrays
 from ..cache.experts import SharedExpertCache
 from ..device import using_mlx
-from ..handover import Handover, Question
+from ..handover import Handover, Question, Table
 from ..kernels.experts import Weights
 from ..layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
 from .rollback import remember, restore
@@ -76,6 +79,7 @@ class WaitingDecoder:
         self._thread = 0
         self._token: _Token | None = None
         self._pool: ThreadPoolExecutor | None = None
+        self._tables: dict[int, Table] = {}
 
     @property
     def possible(self) -> bool:
@@ -104,6 +108,7 @@ class WaitingDecoder:
         experts.settle()
         experts.catch_up()
         before = [remember(c) for c in cache]
+        self._write_tables()
         self._thread = threading.get_ident()
         self._token = token = _Token(handover.begin())
         answering: Future[None] | None = None
@@ -155,7 +160,11 @@ class WaitingDecoder:
         arrays = experts.arrays(layer)
         predicted = switch.predictions(x, indices, experts.bets_pay)
         after = x if token.after is None else token.after
-        question = handover.ask([indices, *[p for _, p in predicted]], after, token.talk)
+        table = self._tables.get(layer)
+        if table is None:
+            table = self._tables[layer] = handover.table(len(experts.places(layer)))
+            table.write(experts.places(layer))
+        question = handover.ask([indices, *[p for _, p in predicted]], table, after, token.talk)
         if question is None:
             raise _TakeBack
         call = _Call(layer, question, [i for i, _ in predicted], arrays)
@@ -189,26 +198,32 @@ class WaitingDecoder:
         """Hear what a layer was routed to, have its experts read, and answer."""
         experts, handover = self.experts, self.experts.handover
         try:
-            ids, *guesses = handover.hear(call.question, lambda: not token.over)
+            (ids, *guesses), found = handover.hear(call.question, lambda: not token.over)
         except TimeoutError:
             raise _TakeBack from None
+        places = experts.places(call.layer)
+        if found is not None and found != [places[e] for e in ids]:
+            raise _TakeBack  # cannot be
         stats = experts.stats.layers[call.layer]
         stats.calls += 1
         claimed = experts.claim_few(call.layer, ids, ahead=True)
         if claimed is None or experts.arrays(call.layer) is not call.arrays:
             raise _TakeBack  # too few slots, or the slots are elsewhere by now
         stats.waves += 1
-        slots, coming = claimed
+        if found is not None:
+            return  # the device goes on: no slot may change
         try:
-            if not coming:
-                handover.answer(call.question, slots)
             for layer, guess in zip(call.bets, guesses, strict=True):
                 if experts.may_prefetch(layer):
                     experts.prefetch(layer, guess, settle=False)
+            self._write_tables()
         finally:
             experts.finish_few()
-        if coming:
-            handover.answer(call.question, slots)
+        handover.answer(call.question, claimed[0])
+
+    def _write_tables(self) -> None:
+        for layer, table in self._tables.items():
+            table.write(self.experts.places(layer))
 
 
 def _stop(token: _Token, answering: Future[None] | None, handover: Handover | None = None) -> None:
