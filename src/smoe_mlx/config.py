@@ -57,7 +57,7 @@ class StreamingConfig:
             with the router.
         decode: how `stream_generate` decodes tokens. "auto" picks the fastest of "exact" (the host
             looks at the routing of each layer), "wait" (CUDA: the device waits in the middle of a
-            token for experts that it lacks), "lag1" and "token" (the host looks later, and does again
+            token where it lacks experts), "lag1" and "token" (the host looks later, and does again
             what lacked an expert); all give the same bits. "lossy" leaves out experts that are not
             in memory: not the model's own answers.
         kernels: what computes the experts of up to 16 tokens on a GPU. "stock": mlx-lm's own
