@@ -5,8 +5,9 @@
 
 All experts but one are in slots, and the same few tokens are decoded again and again, so that after
 the first time nothing is read. What is left is the way of decoding: `exact` waits for the routing
-at every layer, `lag1` looks at it one layer later, `token` when the whole token is there; `plain`
-is the same model with everything in slots, which never looks. They take turns token by token.
+at every layer, `wait` looks at it while the device goes on (CUDA; elsewhere it is `exact`), `lag1`
+one layer later, `token` when the whole token is there; `plain` is the same model with everything in
+slots, which never looks. They take turns token by token.
 
     sync  = (exact - token) / layers: what one wait costs, and with it the work that it delays
     check = (lag1 - token) / layers: what a look one layer later costs
@@ -23,7 +24,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import smoe_mlx
 
-MODES = ("exact", "lag1", "token")
+MODES = ("exact", "wait", "lag1", "token")
 
 
 def main() -> None:

@@ -581,8 +581,9 @@ def test_an_interrupt_while_a_bet_is_given_up_does_not_make_it_look_read(model):
         cache = make(model, slots_a=6)
         cache._debug = False
         model.reader.gate = gate = ThreadsOnly()
-        decode(cache, 0, [0], bets=[(1, [2, 3])])  # a thread is at the first, the second waits
-        where = interrupt_at_line(n, lambda cache=cache: decode(cache, 1, [0]), CACHE)
+        # Demands are this thread's; another one is at the first bet, and the second waits.
+        decode(cache, 0, [0], bets=[(1, [2, 3])], ahead=False)
+        where = interrupt_at_line(n, lambda cache=cache: decode(cache, 1, [0], ahead=False), CACHE)
         gate.open.set()
         decode(cache, 1, [2, 3])
         everything_is_right(model, cache)
