@@ -15,8 +15,8 @@ import pytest
 from conftest import STREAMED, interrupt_at_line, random_tokens, resident, same_bits
 from mlx_lm.models.cache import make_prompt_cache
 from test_handover import Device
+from test_optimistic import DEMO, TOKENS, ZERO_EXPERTS, decode_logits, equal, step
 
-import smoe_mlx
 from smoe_mlx import StreamingConfig, handover, stats
 from smoe_mlx.cache.policy import LRU
 from smoe_mlx.errors import ExpertReadError
@@ -26,36 +26,10 @@ from smoe_mlx.forward.rollback import remember, restore
 from smoe_mlx.handover import PLACES, CudaHandover
 from smoe_mlx.load import load_model
 
-DEMO = Path(smoe_mlx.__file__).parent / "demo"
-TOKENS = random_tokens(40)
-ZERO_EXPERTS = [a for a in STREAMED if a.startswith("longcat")]
-
 
 def open_model(folder, slots=0.3, **options):
     options = {"decode": "wait", "debug": True, **options}
     return load_model(folder, config=StreamingConfig(slots=slots, **options))[0]
-
-
-def step(model, token, cache, batch=1):
-    tokens = mx.array([[token]] * batch)
-    if hasattr(model, "_streaming"):
-        y = model._streaming.decoding.step(model, tokens, cache)
-    else:
-        y = model(tokens, cache=cache)
-    mx.eval(y)
-    return y
-
-
-def decode_logits(model, n=10, start=5, batch=1):
-    """Logits of a few tokens, one by one, behind a short prompt."""
-    cache = make_prompt_cache(model)
-    yield model(mx.array([TOKENS[:start]] * batch), cache=cache)
-    for t in TOKENS[start : start + n]:
-        yield step(model, t, cache, batch)
-
-
-def equal(a, b) -> bool:
-    return all(same_bits(x, y) for x, y in zip(a, b, strict=True))
 
 
 def waiting_of(model):

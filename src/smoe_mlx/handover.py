@@ -374,15 +374,13 @@ class CudaHandover(Handover):
     ) -> tuple[list[list[int]], list[int] | None]:
         assert isinstance(question, _Asked)
         where = question.place, question.tag, sum(question.sizes) + 1
-        numbers = self._look(*where)
-        if numbers is None:
-            start = time.perf_counter()
-            while (numbers := self._look(*where)) is None:
-                passed = time.perf_counter() - start
-                if passed > MOST_HEAR_SECONDS or not wanted():
-                    raise TimeoutError("the device does not ask")
-                # 0 lets threads that read experts go on.
-                time.sleep(0 if passed < SPIN_SECONDS else SPIN_SECONDS / 20)
+        start = time.perf_counter()
+        while (numbers := self._look(*where)) is None:
+            passed = time.perf_counter() - start
+            if passed > MOST_HEAR_SECONDS or not wanted():
+                raise TimeoutError("the device does not ask")
+            # 0 lets threads that read experts go on.
+            time.sleep(0 if passed < SPIN_SECONDS else SPIN_SECONDS / 20)
         out, at = [], 0
         for size in question.sizes:
             out.append(numbers[at : at + size])

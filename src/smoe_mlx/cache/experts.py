@@ -140,7 +140,7 @@ class SharedExpertCache(SlotCache):
 
     def may_bet(self, layer: int) -> bool:
         """Whether `prefetch` for this layer is worth a prediction now, going by earlier ones."""
-        return self.may_prefetch(layer) and self.bets_pay(layer)
+        return not self._bets_are_read(layer) and self.bets_pay(layer)
 
     def bets_pay(self, layer: int) -> bool:
         """The same, whatever is being read at this moment."""
@@ -150,12 +150,12 @@ class SharedExpertCache(SlotCache):
 
     def may_prefetch(self, layer: int) -> bool:
         """Whether `prefetch` for this layer can read anything while something else is done."""
-        bank = self._bank_of[layer]
-        return (
-            not bank.holds_all
-            and self.reader.slow
-            and all(bet.reading.done for bet in list(bank.bets.values()))  # else the disk is busy
-        )
+        holds_all = self._bank_of[layer].holds_all
+        return not holds_all and self.reader.slow and not self._bets_are_read(layer)
+
+    def _bets_are_read(self, layer: int) -> bool:
+        """Then the disk is busy."""
+        return not all(bet.reading.done for bet in list(self._bank_of[layer].bets.values()))
 
     def bet_on(self, layer: int) -> list[int]:
         """The experts of `layer` that are being read, or were, and no claim has asked for yet."""

@@ -125,20 +125,18 @@ class WaitingDecoder:
             _stop(token, answering)
             if answering is not None:
                 answering.result()
-            if all([handover.in_time(c.question) for c in token.calls]):
-                return logits
-        except _TakeBack:
-            _stop(token, answering, handover)
-        except BaseException:
+            if not all([handover.in_time(c.question) for c in token.calls]):
+                raise _TakeBack
+            return logits
+        except BaseException as e:
             _stop(token, answering, handover)
             for c, state in zip(cache, before, strict=True):
                 restore(c, state)
+            if isinstance(e, _TakeBack):
+                return None
             raise
         finally:
             experts.defer, self._token = None, None
-        for c, state in zip(cache, before, strict=True):
-            restore(c, state)
-        return None
 
     def _call(
         self,
@@ -172,7 +170,7 @@ class WaitingDecoder:
         token.calls.append(call)
         if not handover.waits:
             self._answer(token, call)
-        elif len(token.calls) % START_EVERY == 1 or START_EVERY == 1:
+        elif (len(token.calls) - 1) % START_EVERY == 0:
             self._start(token, y)
         return y
 
