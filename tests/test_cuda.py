@@ -2,26 +2,32 @@
 
 import ctypes
 import os
+import sys
 import threading
+from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+import smoe_mlx
+from smoe_mlx.cache.bank import SlotBank
 from smoe_mlx.store import cuda
 from smoe_mlx.store.cuda import CudaError, Uploader, address, make_uploader
 from smoe_mlx.store.cuda import Driver as Driver_
+from smoe_mlx.store.layout import TensorSpec
 
+load = sys.modules["smoe_mlx.load"]
 PAGE = 4096
 
 
 class Driver:
     """What an uploader calls. Copies happen when an event behind them is waited for, not before."""
 
-    def __init__(self, managed: int = 1):
-        self.managed = managed
+    def __init__(self):
         self.fails: dict[str, int] = {}  # name -> error
         self.streams: dict[int, list] = {}
+        self.done: dict[int, int] = {}  # how many copies of a stream
         self.events: dict[int, tuple] = {}  # -> (stream, how many copies are before it)
         self.registered: dict[int, int] = {}
         self.current, self.lock = threading.local(), threading.Lock()
@@ -55,11 +61,6 @@ class Driver:
     def do_cuCtxSetCurrent(self, context):
         self.current.context = context.value
 
-    def do_cuPointerGetAttribute(self, out, attribute, where):
-        assert attribute == 8
-        assert where.value
-        out._obj.value = self.managed
-
     def do_cuCtxGetStreamPriorityRange(self, least, greatest):
         assert self.current.context == 77
         least._obj.value, greatest._obj.value = 0, -5
@@ -84,6 +85,10 @@ class Driver:
         self.kept = (ctypes.c_uint8 * nbytes.value)(*[1] * nbytes.value)
         start._obj.value = ctypes.addressof(self.kept)
 
+    def do_cuMemcpyDtoHAsync_v2(self, to, start, nbytes, stream):
+        assert any(a <= to.value < a + n for a, n in self.registered.items())
+        self.streams[stream.value].append((to.value, start.value, nbytes.value))
+
     def do_cuMemHostUnregister(self, start):
         del self.registered[start.value]
 
@@ -100,15 +105,15 @@ class Driver:
     def do_cuEventSynchronize(self, event):
         with self.lock:
             stream, before = self.events[event.value]
-            for i in range(before):
-                to, start, nbytes = self.streams[stream][i]
-                ctypes.memmove(to, start, nbytes)
-                self.streams[stream][i] = (to, start, 0)
+            for i in range(self.done.get(stream, 0), before):
+                ctypes.memmove(*self.streams[stream][i])
+            self.done[stream] = max(before, self.done.get(stream, 0))
 
     def do_cuStreamSynchronize(self, stream):
-        for to, start, nbytes in self.streams[stream.value]:
-            ctypes.memmove(to, start, nbytes)
+        for copy in self.streams[stream.value][self.done.get(stream.value, 0) :]:
+            ctypes.memmove(*copy)
         self.streams[stream.value].clear()
+        self.done[stream.value] = 0
 
     def do_cuEventDestroy_v2(self, event):
         assert self.current.context == 77
@@ -124,6 +129,19 @@ def driver(monkeypatch):
     driver = Driver()
     monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: driver)
     monkeypatch.setattr(cuda.ctypes, "PyDLL", lambda name: driver)
+    monkeypatch.setattr(cuda, "_where", where)
+    return driver
+
+
+def where(array: mx.array) -> mx.array:
+    """In place of the kernel that says it."""
+    return mx.array([np.frombuffer(memoryview(array), np.uint8).ctypes.data], mx.uint64)
+
+
+@pytest.fixture
+def gpu(driver, monkeypatch):
+    """Models are loaded as on a CUDA device, and computed on the CPU."""
+    monkeypatch.setattr(load, "make_uploader", Uploader)
     return driver
 
 
@@ -239,20 +257,126 @@ def test_closing_when_the_driver_is_gone_raises_nothing(driver):
     uploader.close()
 
 
-def test_an_uploader_is_made_where_arrays_are_in_managed_memory(driver, monkeypatch):
+def test_an_uploader_is_made_where_bytes_arrive(driver, monkeypatch):
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     assert make_uploader() is None  # the CPU computes
     monkeypatch.setattr(cuda.mx, "default_device", lambda: mx.gpu)
     assert make_uploader() is not None
-    driver.managed = 0
-    assert make_uploader() is None
-    driver.managed, driver.fails = 1, {"cuPointerGetAttribute": 1}
-    assert make_uploader() is None
-    driver.fails = {"cuInit": 100}
-    assert make_uploader() is None
-    monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
+    for name in ("cuInit", "cuMemHostRegister_v2", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"):
+        driver.fails = {name: 100}
+        assert make_uploader() is None
     driver.fails = {}
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
     assert make_uploader() is None
+
+
+def test_an_uploader_that_writes_elsewhere_is_not_used(driver, monkeypatch):
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda.mx, "default_device", lambda: mx.gpu)
+    elsewhere = mx.zeros((1 << 20,), mx.uint8)
+    monkeypatch.setattr(cuda, "_where", lambda array: where(elsewhere))
+    assert make_uploader() is None
+
+    def broken(array):
+        raise RuntimeError("the kernel does not compile")
+
+    monkeypatch.setattr(cuda, "_where", broken)
+    assert make_uploader() is None
+
+
+def test_what_was_uploaded_can_be_downloaded(driver):
+    uploader, array = Uploader(), mx.zeros((100,), mx.uint8)
+    mx.eval(array)
+    view, data = uploader.view(array), bytes(range(50))
+    assert view.nbytes == 100
+    uploader.pinned(50)[:] = data
+    uploader.upload([(0, view[50:])])
+    uploader.pinned(50)[:] = bytes(50)
+    assert uploader.download(view[50:]) == data
+    assert array.tolist() == [0] * 50 + list(data)
+    uploader.close()
+
+
+# ---- banks in the device's own memory ------------------------------------------------------------
+
+
+def test_a_bank_of_a_device_is_moved_without_a_look_at_it(driver):
+    tensors = [TensorSpec("up_proj", str(i), "U8", (1 << 20,), 1 << 20) for i in range(4)]
+    uploader = Uploader()
+    bank = SlotBank(tensors, 3, uploader)
+    for slot in range(3):
+        for i, row in enumerate(bank.rows(slot)):
+            uploader.pinned(len(row))[:] = bytes([10 * slot + i]) * len(row)
+            uploader.upload([(0, row)])
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    bank._views = [None] * 4
+    bank = bank.moved(4, [2, 0])
+    assert mx.get_peak_memory() - before < 2 * 4 * (1 << 20), "more than one array twice"
+    for to, slot in enumerate([2, 0]):
+        for i, row in enumerate(bank.rows(to)):
+            assert uploader.download(row) == bytes([10 * slot + i]) * (1 << 20)
+            assert bank.arrays["up_proj", str(i)][to, 0].item() == 10 * slot + i
+    assert bank.slots == 4
+    assert bank.arrays["up_proj", "0"].shape == (4, 1 << 20)
+    uploader.close()
+
+
+def text_of(config: smoe_mlx.StreamingConfig, after: Callable = lambda model: None) -> list[int]:
+    model, tokenizer = smoe_mlx.load("demo", config=config)
+    out = []
+    for n, response in enumerate(smoe_mlx.stream_generate(model, tokenizer, "The", max_tokens=24)):
+        out.append(response.token)
+        if n == 12:
+            after(model)
+    model._streaming.cache.check()
+    return out
+
+
+@pytest.mark.parametrize("slots", [0.1, 0.5, 1.0])
+def test_text_is_the_same_when_experts_are_uploaded(gpu, slots):
+    """With slots that come and go in the midst of it."""
+    config = smoe_mlx.StreamingConfig(slots=slots)
+
+    def other(model):
+        smoe_mlx.resize(model, slots=0.4)
+
+    def uploaded(model):
+        assert model._streaming.cache.reader.uploader is not None
+        other(model)
+
+    got = text_of(config, uploaded)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(load, "make_uploader", lambda: None)
+        assert text_of(config, other) == got
+
+
+def test_checksums_are_of_what_the_device_has(gpu, tmp_path, monkeypatch):
+    smoe_mlx.shatter(smoe_mlx.hub.find_model("demo"), tmp_path / "vault")
+    config, wrong, seen = smoe_mlx.StreamingConfig(slots=0.3, check=True), [], []
+    upload, download = Uploader.upload, Uploader.download
+
+    def counted(self, source):
+        seen.append(source)
+        return download(self, source)
+
+    monkeypatch.setattr(Uploader, "download", counted)
+    model, tokenizer = smoe_mlx.load(tmp_path / "vault", config=config)
+    assert smoe_mlx.generate(model, tokenizer, "The", max_tokens=10)
+    cache = model._streaming.cache
+    assert len(seen) == len(cache._checked) * len(cache.layouts[0].tensors)
+
+    def damage(self, pieces):
+        upload(self, pieces)
+        pieces[-1][1][-1] ^= 1  # which no device would bear, but this one is the CPU
+        wrong.append(pieces)
+
+    monkeypatch.setattr(Uploader, "upload", damage)
+    model, tokenizer = smoe_mlx.load(tmp_path / "vault", config=config)
+    with pytest.raises(smoe_mlx.VaultError, match="is damaged"):
+        smoe_mlx.generate(model, tokenizer, "The", max_tokens=10)
+    assert wrong
 
 
 def test_without_a_driver_there_is_no_uploader(monkeypatch):

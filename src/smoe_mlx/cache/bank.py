@@ -1,7 +1,9 @@
 """Slot banks: preallocated MLX arrays whose rows hold experts, and writable views of their bytes.
 
 MLX reads a bank through its arrays; files are read into it through the views. Nothing ever assigns
-to a bank through MLX: that could move the array away from under its views.
+to a bank through MLX: that could move the array away from under its views. On CUDA the views are of
+the device's own memory, and only an uploader may touch their bytes (store/cuda.py): there nothing
+looks at an array on the host, either.
 """
 
 import math
@@ -10,6 +12,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from ..store.cuda import Uploader
 from ..store.layout import TensorSpec
 from ..store.reader import PAGE
 
@@ -30,9 +33,10 @@ class SlotBank:
         arrays: (projection, kind) -> mx.array [slots, *shape].
     """
 
-    def __init__(self, tensors: Sequence[TensorSpec], slots: int):
+    def __init__(self, tensors: Sequence[TensorSpec], slots: int, uploader: Uploader | None = None):
         self.tensors = tuple(tensors)
         self.slots = slots
+        self._uploader = uploader
         self.arrays: dict[tuple[str, str], mx.array] = {}
         self._views: list[memoryview] = []
         self._rows: dict[int, list[memoryview]] = {}
@@ -42,10 +46,14 @@ class SlotBank:
     def _allocate(self, t: TensorSpec) -> memoryview:
         make = _page_aligned_zeros if mx.default_device() == mx.cpu else mx.zeros
         array = make((self.slots, *t.shape), MX_DTYPES[t.dtype])
+        return self._add(t, array)
+
+    def _add(self, t: TensorSpec, array: mx.array) -> memoryview:
         mx.eval(array)
         self.arrays[t.projection, t.kind] = array
         # Taken on this thread, once: the address stays the same as long as the array lives.
-        self._views.append(memoryview(_bytes_of(array).data))
+        view = _bytes_of(array).data if self._uploader is None else self._uploader.view(array)
+        self._views.append(memoryview(view))
         return self._views[-1]
 
     def moved(self, slots: int, rows: Sequence[int]) -> "SlotBank":
@@ -54,20 +62,26 @@ class SlotBank:
         This bank is used up: each of its arrays is let go when it has been copied, so that there is
         never more than one of them beside the new ones. Graphs that read it keep what they read.
         """
-        new = SlotBank((), slots)
+        new = SlotBank((), slots, self._uploader)
         self.forget_rows()
         for t in self.tensors:
-            source, target = self._views.pop(0), new._allocate(t)
-            for to, at in enumerate(rows):
-                target[to * t.nbytes : (to + 1) * t.nbytes] = source[
-                    at * t.nbytes : (at + 1) * t.nbytes
-                ]
-            del source, self.arrays[t.projection, t.kind]
+            source, key = self._views.pop(0), (t.projection, t.kind)
+            if self._uploader is not None:  # the rows behind are copies of any one
+                picked = [*rows, *[0] * (slots - len(rows))]
+                new._add(t, self.arrays[key][mx.array(picked, mx.uint32)])
+            else:
+                target = new._allocate(t)
+                for to, at in enumerate(rows):
+                    target[to * t.nbytes : (to + 1) * t.nbytes] = source[
+                        at * t.nbytes : (at + 1) * t.nbytes
+                    ]
+            del source, self.arrays[key]
         new.tensors = self.tensors
         return new
 
     def rows(self, slot: int) -> list[memoryview]:
-        """The writable bytes of one slot, a view per tensor, in the order of `tensors`."""
+        """The writable bytes of one slot, a view per tensor, in the order of `tensors`. (With an
+        uploader, only that may touch them.)"""
         rows = self._rows.get(slot)
         if rows is None:
             rows = self._rows[slot] = [

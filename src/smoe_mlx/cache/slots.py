@@ -145,7 +145,7 @@ class SlotCache:
     def _memory(self, bank: Bank) -> SlotBank:
         if bank.memory is None:
             tensors = next(iter(bank.layouts.values())).tensors
-            bank.memory = SlotBank(tensors, bank.slots)
+            bank.memory = SlotBank(tensors, bank.slots, self.reader.uploader)
         return bank.memory
 
     # ---- claims ------------------------------------------------------------------------------
@@ -375,9 +375,9 @@ class SlotCache:
         layout = self.layouts[layer]
         if (layer, expert) in self._checked or layout.checksums is None:
             return
-        crc = 0
+        crc, uploader = 0, self.reader.uploader
         for row in rows:
-            crc = zlib.crc32(row, crc)
+            crc = zlib.crc32(row if uploader is None else uploader.download(row), crc)
         if crc != layout.checksums[expert]:
             raise VaultError(
                 f"the record of {layout.name(expert)} of {layout.path} is damaged. "

@@ -204,7 +204,7 @@ class WaitingDecoder:
             raise _TakeBack  # cannot be
         stats = experts.stats.layers[call.layer]
         stats.calls += 1
-        claimed = experts.claim_few(call.layer, ids, ahead=True)
+        claimed = experts.claim_few(call.layer, ids, ahead=bool(call.bets))
         if claimed is None or experts.arrays(call.layer) is not call.arrays:
             raise _TakeBack  # too few slots, or the slots are elsewhere by now
         stats.waves += 1

@@ -1,8 +1,11 @@
 """On CUDA: file bytes come into slots by copies from pinned memory.
 
-MLX's arrays lie in managed memory there, and what the CPU writes into it moves to the GPU a page at
-a time, when a kernel stumbles over it: 1 to 3 GB/s on an H200, where copies from pinned memory
-reach 12 to 23. Apple GPUs read the memory that the CPU writes, and need none of this.
+What MLX computes there lies in the device's own memory until the host looks at it: then MLX moves
+it to managed memory, and what the CPU writes into that comes to the GPU a page at a time, when a
+kernel stumbles over it. On an H200: 1 to 3 GB/s, copies from pinned memory into managed memory 22,
+into the device's own 44. And a copy into managed memory may stand still until all kernels have
+ended that were started before it. So what is uploaded to stays where it is (`Uploader.view`).
+Apple GPUs read the memory that the CPU writes, and need none of this.
 
 Knows addresses and bytes, no experts. Speaks to the driver by ctypes: it is there wherever MLX's
 CUDA build runs.
@@ -10,10 +13,12 @@ CUDA build runs.
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -23,7 +28,6 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered after MLX's own work
-IS_MANAGED = 8  # CU_POINTER_ATTRIBUTE_IS_MANAGED
 
 
 class CudaError(RuntimeError):
@@ -104,13 +108,11 @@ class Uploader:
         self._local = threading.local()
         self._lanes: list[_Lane] = []
 
-    def is_managed(self, buffer: memoryview) -> bool:
-        """Whether these bytes belong to an array that CPU and GPU both see at this address."""
-        managed = ctypes.c_uint()
-        with contextlib.suppress(CudaError):
-            where = ctypes.c_uint64(address(buffer))
-            self._call("cuPointerGetAttribute", ctypes.byref(managed), IS_MANAGED, where)
-        return bool(managed.value)
+    def view(self, array: mx.array) -> memoryview:
+        """The bytes of an evaluated array, for `upload` and `download` alone to touch, as long as
+        the array lives. The host must not look at it from here on: MLX would move it."""
+        start = int(_where(array).item())  # type: ignore[arg-type]
+        return memoryview((ctypes.c_uint8 * array.nbytes).from_address(start)).cast("B")
 
     def pinned(self, nbytes: int) -> memoryview:
         """Page-aligned memory of this thread, the same for each call, to `upload` from."""
@@ -143,6 +145,15 @@ class Uploader:
             raise CudaError(f"copying to the GPU failed with CUDA error {code}")
         self._call("cuEventSynchronize", lane.event)
 
+    def download(self, source: memoryview) -> memoryview:
+        """The bytes of a part of a `view`, in this thread's pinned memory."""
+        pinned, lane = self.pinned(len(source)), self._local.lane
+        nbytes, where = ctypes.c_size_t(len(source)), ctypes.c_uint64(address(source))
+        self._call("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(lane.start), where, nbytes, self._stream)
+        self._call("cuEventRecord", lane.event, self._stream)
+        self._call("cuEventSynchronize", lane.event)
+        return pinned
+
     def _release(self, lane: _Lane) -> None:
         if lane.memory is not None:
             self._call("cuMemHostUnregister", ctypes.c_void_p(lane.start))
@@ -162,14 +173,36 @@ class Uploader:
 
 
 def make_uploader() -> Uploader | None:
-    """One if MLX computes on a CUDA device, and its arrays are in managed memory."""
+    """One that has been tried, if MLX computes on a CUDA device."""
     if mx.default_device() == mx.cpu or not mx.cuda.is_available():
         return None
     try:
-        uploader = Uploader()
-        array = mx.zeros((1 << 20,), mx.uint8)  # large: MLX treats small ones differently
+        uploader, nbytes = Uploader(), 1 << 20  # large: MLX treats small arrays differently
+        array = mx.zeros((nbytes,), mx.uint8)
         mx.eval(array)
-        view = memoryview(array)  # type: ignore[arg-type]
-        return uploader if uploader.is_managed(view) else None
-    except (CudaError, OSError):
+        view = uploader.view(array)
+        uploader.pinned(nbytes)[:] = data = os.urandom(nbytes)
+        uploader.upload([(0, view)])
+        uploader.pinned(nbytes)[:] = bytes(nbytes)
+        there = uploader.download(view) == data
+        copy: Any = array + 0  # the array itself must not be looked at
+        return uploader if there and bytes(memoryview(copy)) == data else None
+    except (CudaError, OSError, RuntimeError):  # the last: the kernel does not compile
         return None
+
+
+@functools.cache
+def _make_where() -> Any:
+    return mx.fast.cuda_kernel(
+        name="smoe_where", input_names=["array"], output_names=["start"],
+        source="start[0] = (unsigned long long)array;",
+    )  # fmt: skip
+
+
+def _where(array: mx.array) -> mx.array:
+    """[1] uint64: where the device has an array's bytes."""
+    one = (1, 1, 1)
+    out: mx.array = _make_where()(
+        inputs=[array], grid=one, threadgroup=one, output_shapes=[(1,)], output_dtypes=[mx.uint64]
+    )[0]
+    return out

@@ -349,6 +349,7 @@ class ExpertReader:
         refused = io == "direct" and any(f.own_fd < 0 for f in self._files)
         self.io = "pread" if refused else io
         self._plain = self.io == "pread" and uploader is None
+        self.uploader = uploader
         self.stats = ReaderStats()
         # Joins the threads when the reader is freed, and at exit, before the interpreter goes.
         self.close = weakref.finalize(self, _close_all, self._streamer, self._files, uploader)
