@@ -6,11 +6,11 @@
 All arms are fed the same text, a few tokens a turn, in an order that moves on with every turn, so
 that what disturbs one disturbs all, and no arm has caches or cores of its own. `decode.py` gives
 each a process, and says more of it. The ratio is the speed against mlx-lm in the same turns: the
-median, and the middle half. Arms that hold everything build the next forward while one computes, as
-`generate` does for them. The bound is the larger of mlx-lm's time and the bytes that were read over
-the bandwidth at which random experts come into slots afterwards; times are set against it by their
-median and by their mean (mlx-lm's likewise). A text that is too short is fed again and again. It
-needs the memory of all arms.
+median, and the middle half. The next forward is built while one computes where `generate` does so:
+with everything in memory, and where the device waits for slots. The bound is the larger of
+mlx-lm's time and the bytes that were read over the bandwidth at which random experts come into
+slots afterwards; times are set against it by their median and by their mean (mlx-lm's likewise). A
+text that is too short is fed again and again. It needs the memory of all arms.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from decode import (
     counters,
     rotated,
     route_by_trace,
+    several,
     tokens_by_mode,
 )
 from mlx_lm.models.cache import make_prompt_cache
@@ -124,10 +125,15 @@ def feed(model: object, tokens: list[int], cache: list, progress: dict[str, int]
     decoding = None
     if hasattr(model, "_streaming") and not model._streaming.cache.holds_all:
         decoding = model._streaming.decoding
-    out = []
-    for token in tokens:
+    out: list[mx.array] = []
+    while len(out) < len(tokens):
+        if decoding is not None:
+            done = several(model, tokens[len(out) :], cache, progress)
+            out += [d.wanted[0] for d in done]
+            if done:
+                continue
         progress["tokens"] += 1
-        x = mx.array([[token]])
+        x = mx.array([[tokens[len(out)]]])
         logits = model(x, cache=cache) if decoding is None else decoding.step(model, x, cache)
         out.append(mx.argmax(logits[0, -1]))
         mx.async_eval(out[-1])

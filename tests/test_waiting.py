@@ -5,6 +5,7 @@ answer has been put into it by then. The stand-in for CUDA of test_handover.py d
 """
 
 import gc
+import itertools
 import random
 import threading
 import time
@@ -14,13 +15,17 @@ import mlx.core as mx
 import pytest
 from conftest import STREAMED, interrupt_at_line, random_tokens, resident, same_bits
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from test_handover import Device
 from test_optimistic import DEMO, TOKENS, ZERO_EXPERTS, decode_logits, equal, step
 
+import smoe_mlx
 from smoe_mlx import StreamingConfig, handover, stats
+from smoe_mlx.cache import slots as slots_module
 from smoe_mlx.cache.policy import LRU
 from smoe_mlx.errors import ExpertReadError
 from smoe_mlx.forward import decode, waiting
+from smoe_mlx.forward import decode as decode_ways
 from smoe_mlx.forward.decode import Chooser
 from smoe_mlx.forward.rollback import remember, restore
 from smoe_mlx.handover import PLACES, CudaHandover
@@ -331,3 +336,279 @@ def test_ways_without_bets_are_taken_where_they_are_faster():
         chooser.took(ms[chooser.way], 40)
     assert {way for way, _ in ways} == set(ms)
     assert set(ways[-40:]) == {("wait, no bets", "wait")}
+
+
+# ---- tokens begun early --------------------------------------------------------------------------
+
+
+def run_all(model, cache, tokens, most=8):
+    """The logits after each of these tokens, and how many came out of each run."""
+    decoding, out, runs = model._streaming.decoding, [], []
+    while len(out) < len(tokens):
+        left = tokens[len(out) :]
+
+        def forced(n, token, logits, left=left):
+            following = left[n + 1] if n + 1 < len(left) else 0
+            return mx.array([[following]]) + 0 * mx.argmax(logits[0, -1]), [logits]
+
+        decoding._pace = 0.01
+        done = decoding.run(model, mx.array([left[:1]]), cache, forced, min(most, len(left)))
+        assert [d.token.item() for d in done] == left[: len(done)]
+        out += [d.wanted[0] for d in done] or [step(model, left[0], cache)]
+        runs.append(len(done))
+    return out, runs
+
+
+def expected_logits(n, start=5):
+    return list(decode_logits(resident(DEMO), n, start))[1:]
+
+
+def prompted(model, start=5):
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.array([TOKENS[:start]]), cache=cache))
+    return cache
+
+
+@pytest.mark.parametrize("slots", [9, 0.25, 0.75, 511])
+@pytest.mark.parametrize("start_every", [1, 3, 100])
+def test_a_token_is_begun_while_one_is_computed(slots, start_every, device, slow_disk, monkeypatch):
+    monkeypatch.setattr(waiting, "START_EVERY", start_every)
+    model = on_device(open_model(DEMO, slots), device)
+    at_once, finish = [], device.finish
+
+    def watched():
+        at_once.append(len({tag[1] for _, tag, _, _ in device.asked}))
+        finish()
+
+    monkeypatch.setattr(device, "finish", watched)
+    out, runs = run_all(model, prompted(model), TOKENS[5:27])
+    assert equal(out, expected_logits(22))
+    assert runs == [8, 8, 6]
+    assert stats(model).decoded["wait"] == 22
+    assert waiting_of(model).late == 0
+    assert len(device.handover._free) == PLACES
+    assert max(at_once) == 2
+
+
+def test_late_answers_take_back_what_was_begun_behind(device, monkeypatch):
+    model = on_device(open_model(DEMO), device)
+    monkeypatch.setattr(waiting, "FEW_LATE", 1000)
+    experts, dice = model._streaming.cache, random.Random(0)
+    claim = experts.claim_few
+
+    def slow(*args, **kw):
+        time.sleep(0.05 * (dice.random() < 0.05))
+        return claim(*args, **kw)
+
+    monkeypatch.setattr(experts, "claim_few", slow)
+    device.patience = 20  # looks
+    out, runs = run_all(model, prompted(model), TOKENS[5:37])
+    assert equal(out, expected_logits(32))
+    assert runs == [8] * 4
+    assert 4 < waiting_of(model).late < 28
+    assert len(device.handover._free) + len(device.handover.dropped) == PLACES
+
+
+def test_a_device_that_never_answers_in_time(device, monkeypatch):
+    """Runs end when this way is given up."""
+    model = on_device(open_model(DEMO), device)
+    cache, expected = prompted(model), expected_logits(32)
+    out, runs = run_all(model, cache, TOKENS[5:7])
+    assert runs == [2]
+    monkeypatch.setattr("smoe_mlx.handover.MOST_HEAR_SECONDS", 0.01)
+    device.deaf = True
+    some, runs = run_all(model, cache, TOKENS[7:37])
+    assert equal(out + some, expected)
+    assert runs[:3] == [8, 8, 8]
+    assert not any(runs[3:])
+    assert waiting_of(model).late == 24
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ExpertReadError])
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_what_stops_a_run(error, on_cuda, device, monkeypatch):
+    """At any layer of any of its tokens: what came before an error is kept, an interrupt takes all
+    back; and what follows is right."""
+    expected, model = expected_logits(12), open_model(DEMO)
+    if on_cuda:
+        on_device(model, device)
+    experts, decoder = model._streaming.cache, waiting_of(model)
+    assert model._streaming.decoding.optimistic.ready(model)
+    cache, claim = prompted(model), experts.claim_few
+    before = [remember(c) for c in cache]
+
+    def forced(n, token, logits):
+        return mx.array([[TOKENS[6 + n]]]), [logits]
+
+    for n in range(0, 32, 3):
+        left = [n]
+
+        def fails(*args, left=left, **kw):
+            left[0] -= 1
+            if left[0] < 0:
+                raise error(5, "a test")
+            return claim(*args, **kw)
+
+        monkeypatch.setattr(experts, "claim_few", fails)
+        done = []
+        if n < 8 or error is KeyboardInterrupt:
+            with pytest.raises(error):
+                decoder.run(model, mx.array([TOKENS[5:6]]), cache, forced, 4)
+        else:
+            done = decoder.run(model, mx.array([TOKENS[5:6]]), cache, forced, 4)
+            assert len(done) == n // 8
+        assert cache[0].offset == 5 + len(done)
+        assert equal([d.wanted[0] for d in done], expected[: len(done)])
+        monkeypatch.setattr(experts, "claim_few", claim)
+        experts.check()
+        out, _ = run_all(model, cache, TOKENS[5 + len(done) : 12])
+        assert equal(out, expected[len(done) : 7])
+        for c, state in zip(cache, before, strict=True):
+            restore(c, state)
+    assert experts.defer is None
+
+
+def test_ctrl_c_anywhere_in_a_run(device, slow_disk):
+    model, source = on_device(open_model(DEMO, threads=2), device), Path(waiting.__file__)
+    device.patience = 2_000
+    expected, cache = expected_logits(3), prompted(model)
+    assert model._streaming.decoding.optimistic.ready(model)
+    before, places, n, came = [remember(c) for c in cache], set(), 1, "somewhere"
+    while came is not None:
+        came = interrupt_at_line(n, lambda: run_all(model, cache, TOKENS[5:8]), str(source))
+        places.add(came)
+        done = cache[0].offset - 5
+        assert done == 0 or came is None
+        out, _ = run_all(model, cache, TOKENS[5 + done : 8])
+        assert equal(out, expected[done:]), came
+        for c, state in zip(cache, before, strict=True):
+            restore(c, state)
+        model._streaming.cache.check()
+        n += 1 + n // 12
+    assert len(places) > 30
+
+
+def test_each_token_of_a_run_can_be_taken_back(device):
+    model, expected = on_device(open_model(DEMO), device), expected_logits(8)
+    decoder, cache = waiting_of(model), prompted(model)
+    assert model._streaming.decoding.optimistic.ready(model)
+
+    def drawn(n, token, logits):
+        return mx.array([[TOKENS[6 + n]]]), [logits, mx.random.uniform(shape=(3,))]
+
+    for back in range(4):
+        mx.random.seed(back)
+        done = decoder.run(model, mx.array([TOKENS[5:6]]), cache, drawn, 4)
+        draws = [d.wanted[1].tolist() for d in done]
+        done[back].take_back()
+        assert cache[0].offset == 5 + back
+        assert mx.random.uniform(shape=(3,)).tolist() == draws[back]
+        out, _ = run_all(model, cache, TOKENS[5 + back : 13])
+        assert equal(out, expected[back:])
+        cache = prompted(model)
+
+
+def test_a_cache_that_rotates_is_run_token_by_token(device, monkeypatch):
+    """Of two tokens, only the last could be taken back."""
+    model, whole = on_device(open_model(DEMO), device), resident(DEMO)
+    monkeypatch.setattr(waiting, "FEW_LATE", 1000)
+    caches = [make_prompt_cache(m, max_kv_size=8) for m in (model, whole)]
+    for m, c in zip((model, whole), caches, strict=True):
+        mx.eval(m(mx.array([TOKENS[:5]]), cache=c))
+    dice, in_time = random.Random(0), device.handover.in_time
+    monkeypatch.setattr(device.handover, "in_time", lambda q: in_time(q) and dice.random() < 0.97)
+    out, runs = run_all(model, caches[0], TOKENS[5:35])
+    assert equal(out, [step(whole, t, caches[1]) for t in TOKENS[5:35]])
+    assert runs == [1] * 29 + [0]
+    assert waiting_of(model).late > 3
+
+
+def test_nothing_runs_where_nothing_waits(slow_disk):
+    model = open_model(DEMO)
+    out, runs = run_all(model, prompted(model), TOKENS[5:13])
+    assert equal(out, expected_logits(8))
+    assert runs == [0] * 8
+    assert stats(model).decoded["wait"] == 8
+
+
+def test_a_sampler_may_look_at_what_it_gets(device):
+    model, expected = on_device(open_model(DEMO), device), expected_logits(6)
+    assert model._streaming.decoding.optimistic.ready(model)
+
+    def looks(n, token, logits):
+        mx.async_eval(logits)
+        mx.eval(logits)
+        assert same_bits(logits, expected[n])
+        return mx.array([[TOKENS[6 + n]]]), [logits]
+
+    done = waiting_of(model).run(model, mx.array([TOKENS[5:6]]), prompted(model), looks, 6)
+    assert len(done) == 6
+    assert waiting_of(model).late == 0
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"sampler": make_sampler(0.8, top_p=0.9)},
+    {"sampler": make_sampler(0.8), "logits_processors": make_logits_processors({5: 2.0}, 1.3)},
+    {"max_kv_size": 16}, {"kv_bits": 8, "quantized_kv_start": 12},
+], ids=["greedy", "sampled", "processors", "rotating", "quantised"])  # fmt: skip
+@pytest.mark.parametrize("decode", ["wait", "auto"])
+def test_text_is_the_same_with_tokens_begun_early(decode, options, device, monkeypatch):
+    monkeypatch.setattr(handover, "make_handover", lambda: device.handover)
+    monkeypatch.setattr(slots_module, "make_handover", lambda: device.handover)
+    monkeypatch.setattr(decode_ways, "computes_beside_the_host", lambda: True)
+    monkeypatch.setattr(decode_ways, "WINDOW", 8)
+
+    def text(**load):
+        model, tokenizer = smoe_mlx.load("demo", config=StreamingConfig(slots=0.4, **load))
+        mx.random.seed(7)
+        cache = make_prompt_cache(model, options.get("max_kv_size"))
+        made = smoe_mlx.stream_generate(
+            model, tokenizer, "Once", max_tokens=60, prompt_cache=cache, **options
+        )
+        tokens = [r.token for r in itertools.islice(made, 43)]
+        made.close()  # in the midst of a run
+        return tokens, cache[0].offset, mx.random.uniform().item(), model
+
+    *expected, _ = text(decode="exact")
+    *got, model = text(decode=decode)
+    assert got == expected
+    assert stats(model).decoded["wait"] > 10
+    assert waiting_of(model).late == 0
+
+
+def test_runs_are_as_long_as_they_may_take(device, monkeypatch):
+    decoding = on_device(open_model(DEMO), device)._streaming.decoding
+    monkeypatch.setattr(decoding, "_way", lambda model, mode: mode)
+    asked = []
+
+    def run(model, token, cache, sample, count):
+        asked.append(count)
+        return [None] * count
+
+    monkeypatch.setattr(decoding.waiting, "run", run)
+
+    def runs(pace, count=100):
+        decoding._pace = pace
+        done = decoding.run(None, None, None, None, count)
+        return len(done)
+
+    assert [runs(x) for x in (1e-3, 0.013, 0.03, 0.05, 0.051, 1.0)] == [8, 7, 3, 2, 0, 0]
+    assert runs(1e-3, 3) == 3
+    assert runs(1e-3, 1) == 0
+    decoding._pace = 0.2
+    for _ in range(20):  # a run is tried again when tokens were slow
+        decoding.run(None, None, None, None, 8)
+    assert decoding._pace < 0.05
+
+
+def test_no_run_outlasts_a_choice():
+    chooser = Chooser(48, device_waits=True)
+    lengths = []
+    for _ in range(30):
+        lengths.append(chooser.left)
+        before = chooser.way
+        for _ in range(chooser.left - 1):
+            chooser.took(1.0, 40.5)
+            assert chooser.way == before
+        chooser.took(1.0, 40.5)
+    assert set(lengths) == {decode.WINDOW, decode.TRIAL, decode.WARM}

@@ -10,6 +10,7 @@ import functools
 import math
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .device import using_mlx
 from .errors import NotFiniteError
 from .forward.prefill import prefill
+from .forward.waiting import Decoded
 from .hot import pin_hot
 from .speculative import Drafter, DraftModel, look_up, room_of
 from .stats import streaming_of
@@ -146,18 +148,32 @@ def speculative_generate_step(
     )
     seen = prompt[:0]  # what logits processors look at
 
-    def emit(logits: mx.array, tokens: mx.array) -> tuple[int, mx.array]:
+    def pick(logits: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array]:
         nonlocal seen
         if logits_processors:
             seen = mx.concatenate([seen, tokens])
             for process in logits_processors:
                 logits = process(seen, logits)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
-        token = sampler(logprobs)
+        return sampler(logprobs), logprobs
+
+    def evaluated(token: mx.array, logprobs: mx.array) -> tuple[int, mx.array]:
         mx.eval(token, logprobs)
         number, row = int(token.item()), logprobs.squeeze(0)  # type: ignore[arg-type]
         _refuse_nan(number, row)
         return number, row
+
+    def emit(logits: mx.array, tokens: mx.array) -> tuple[int, mx.array]:
+        return evaluated(*pick(logits, tokens))
+
+    seen_before = [seen]  # each token of a run
+
+    def pick_in_run(n: int, tokens: mx.array, logits: mx.array) -> tuple[mx.array, list[mx.array]]:
+        nonlocal seen
+        seen = seen_before[n]
+        token, logprobs = pick(logits[:, -1, :], tokens[0])
+        seen_before[n + 1 :] = [seen]
+        return token.reshape(1, 1).astype(prompt.dtype), [token, logprobs]
 
     timed = getattr(type(model), "timed_sampling", None)  # while `instrument` is on
     sample = emit if timed is None else timed(emit)
@@ -166,6 +182,7 @@ def speculative_generate_step(
     drafts: list[int] = []
     n = row = 0
     ahead = 0  # tokens in the cache beyond all but the last of the text
+    run: deque[Decoded] = deque()  # tokens after which those that come next are known already
     seconds = 0.0  # that the last pass took
     pin_hot(streaming)
     try:
@@ -199,15 +216,23 @@ def speculative_generate_step(
                 with mx.stream(stream):
                     drafts = drafter(text, cache, most, quantized_from)
             with streaming.cache.lock, mx.stream(stream):
-                if from_draft:  # the last pass went on from this very token
-                    row, ahead = row + 1, ahead - 1
+                if not run and drafter is None and kv_bits is None and timed is None:
+                    most = max_tokens - n if max_tokens > 0 else CLEAR_CACHE_EVERY
+                    seen_before[:] = [seen]
+                    tokens = mx.array([[token]], prompt.dtype)
+                    run.extend(streaming.decoding.run(model, tokens, cache, pick_in_run, most))
+                if run:
+                    token, logprobs = evaluated(*run.popleft().wanted)
                 else:
-                    tokens = mx.array([[token, *drafts]], prompt.dtype)
-                    logits = streaming.decoding.step(model, tokens, cache)
-                    quantize_cache(cache)
-                    row, ahead, seconds = 0, len(drafts), 0.0
-                token, logprobs = sample(logits[:, row, :], mx.array([token], prompt.dtype))
-                streaming.decoding.done()
+                    if from_draft:  # the last pass went on from this very token
+                        row, ahead = row + 1, ahead - 1
+                    else:
+                        tokens = mx.array([[token, *drafts]], prompt.dtype)
+                        logits = streaming.decoding.step(model, tokens, cache)
+                        quantize_cache(cache)
+                        row, ahead, seconds = 0, len(drafts), 0.0
+                    token, logprobs = sample(logits[:, row, :], mx.array([token], prompt.dtype))
+                    streaming.decoding.done()
                 streaming.cache.settle()
             text.append(token)
             from_draft = row < len(drafts) and token == drafts[row]
@@ -216,6 +241,8 @@ def speculative_generate_step(
     finally:
         if ahead:
             trim_prompt_cache(cache, ahead)
+        if run:
+            run[0].take_back()
         if second is not None and prompt_cache is not None and n:
             with mx.stream(stream):
                 second.feed(text[:-1])

@@ -26,7 +26,7 @@ import mlx.core as mx
 
 from .store.cuda import CudaError, Driver
 
-PLACES = 256  # arrays that can be on their way to the host at once
+PLACES = 512  # arrays that can be on their way to the host at once
 LONGEST = 64  # numbers of one
 WORDS = 2 * LONGEST  # of a place
 NOTHING = memoryview(bytes(4 * WORDS)).cast("I")
@@ -143,7 +143,8 @@ class Handover:
         return True
 
     def end(self, talk: int) -> None:
-        """Let the device wait no more for answers of a conversation, but go on without."""
+        """Let the device wait no more for answers of a conversation and of all before it, but go on
+        without."""
 
 
 def flat(nested: Any, shape: tuple[int, ...]) -> list[int]:
@@ -216,8 +217,8 @@ class CudaHandover(Handover):
     def __init__(self) -> None:
         self._driver = Driver()
         self._spare: dict[int, list[int]] = {}  # experts -> addresses of tables that nobody has
-        address = self._driver.pinned_for_good(4 * (PLACES * WORDS + 1))
-        memory = (ctypes.c_uint32 * (PLACES * WORDS + 1)).from_address(address)
+        address = self._driver.pinned_for_good(4 * (PLACES * WORDS + 2))
+        memory = (ctypes.c_uint32 * (PLACES * WORDS + 2)).from_address(address)
         self._words = memoryview(memory).cast("B").cast("I")
         self._where = [mx.array([address + 4 * WORDS * i], mx.uint64) for i in range(PLACES)]
         self._ended = mx.array([address + 4 * PLACES * WORDS], mx.uint64)
@@ -463,6 +464,7 @@ def _make_post() -> Callable[..., mx.array]:
 
 def _make_ask() -> Callable[..., mx.array]:
     # tag: {tag << 16 | how many numbers | how many guesses << 8, conversation}
+    # ended: {the last conversation that the host ended, the last one that had to wait too long}
     kernel: Any = mx.fast.cuda_kernel(
         name="smoe_ask",
         input_names=["place", "ended", "table", "tag", "after", "numbers", "guesses"],
@@ -501,7 +503,8 @@ def _make_ask() -> Callable[..., mx.array]:
               unsigned int word = words[{LONGEST} + i];
               while ((word & 0xffff0000) != mark) {{
                 asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-                if (*over == talk || now - start > {MOST_WAIT_MICROSECONDS}000ull) {{
+                const bool ended = (int)(over[0] - talk) >= 0 || over[1] == talk;
+                if (ended || now - start > {MOST_WAIT_MICROSECONDS}000ull) {{
                   late = 1;
                   word = 0;
                   break;
@@ -517,7 +520,7 @@ def _make_ask() -> Callable[..., mx.array]:
             late = __syncthreads_or(late);
             if (i == 0) {{
               if (late) {{
-                *over = talk;  // all that follows is for nothing
+                over[1] = talk;  // all that follows is for nothing
               }}
               words[{WORDS - 1}] = mark | late;
             }}

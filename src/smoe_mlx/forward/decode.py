@@ -8,6 +8,7 @@ are tried on a few tokens each, now and then, and the fastest one is taken. All 
 
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ import mlx.nn as nn
 
 from ..cache.experts import SharedExpertCache
 from .optimistic import OptimisticDecoder
-from .waiting import WaitingDecoder
+from .waiting import Decoded, Sample, WaitingDecoder
 
 # "exact" looks at the routing layer by layer; "wait": waiting.py; the others: optimistic.py.
 LAGS: dict[str, int | None] = {"lag1": 1, "token": None}
@@ -26,6 +27,7 @@ WINDOW = 32  # tokens until the choice is looked at again
 TRIAL = 8  # tokens for which a way is tried
 WARM = 4  # before those: a way's first tokens take longer
 RETRY = 1024  # tokens after which all are tried again
+MOST_AT_ONCE, AT_ONCE_SECONDS = 8, 0.1  # of `run`: they come out together
 MOST_MISSED_CALLS = 0.4  # the share of layer calls with a miss up to which `lag1` is tried...
 MOST_MISSES = 1.0  # ...and the number of them in a token up to which `token` is
 
@@ -48,10 +50,10 @@ class Chooser:
         self.seconds: dict[str, float] = {}  # way -> median of its latest tokens
         self._plan = [("exact", WINDOW)]
         self._taken: list[float] = []
-        self._missed = 0
+        self._missed = 0.0
         self._since_trial = RETRY
 
-    def took(self, seconds: float, missed_calls: int) -> None:
+    def took(self, seconds: float, missed_calls: float) -> None:
         """The token was decoded in this `way`, and so many of its layer calls lacked an expert."""
         self._taken.append(seconds)
         self._missed += missed_calls
@@ -61,7 +63,7 @@ class Chooser:
             return
         self.seconds[way] = statistics.median(self._taken)
         missed = self._missed / len(self._taken)
-        self._taken, self._missed = [], 0
+        self._taken, self._missed = [], 0.0
         self._plan.pop(0)
         if not self._plan:
             self._decide(missed)
@@ -70,6 +72,11 @@ class Chooser:
     @property
     def mode(self) -> str:
         return self.way.removesuffix(NO_BETS)
+
+    @property
+    def left(self) -> int:
+        """Tokens until the way may change."""
+        return self._plan[0][1] - len(self._taken)
 
     def _decide(self, missed: float) -> None:
         """missed: layer calls of a token that lacked an expert."""
@@ -120,6 +127,7 @@ class Decoding:
         self._experts = experts
         self._chooser = Chooser(len(experts.layouts), experts.handover.waits, looks_ahead)
         self._start, self._missed, self._timed = 0.0, 0, False
+        self._pace = AT_ONCE_SECONDS  # seconds that a token took, lately, of those begun early
 
     def step(self, model: nn.Module, tokens: mx.array, cache: list[Any]) -> mx.array:
         """Logits [B, n, vocab] after tokens [B, n]. `done` follows when the first ones are there.
@@ -146,12 +154,7 @@ class Decoding:
         if self._timed:
             self._start = time.perf_counter()
             self._missed = self._experts.stats.missed_calls
-        # What looks at each call wants true ones, and in order.
-        observed = self._experts.trace is not None or hasattr(type(model), "timed_sampling")
-        if mode != "exact" and (observed or not self.optimistic.ready(model)):
-            mode = "exact"
-        if mode == "wait" and not self.waiting.possible:
-            mode = "exact"
+        mode = self._way(model, mode)
         self.tokens[mode] += 1
         logits: mx.array
         if mode == "exact":
@@ -164,6 +167,49 @@ class Decoding:
         else:
             logits = self.optimistic.step(model, tokens, cache, LAGS[mode])
         return logits
+
+    def run(
+        self, model: nn.Module, token: mx.array, cache: list[Any], sample: Sample, count: int
+    ) -> Sequence[Decoded]:
+        """Decode some tokens, each begun while the one before is computed; `count` at most.
+
+        Args:
+            token: [B, 1], the first.
+            sample: see `Sample` (waiting.py).
+
+        Returns none where that is not possible: then `step` it is.
+
+        Raises:
+            ExpertReadError, CheckpointChangedError: the caches are then as before.
+        """
+        auto = self.mode == "auto"
+        mode = self._chooser.mode if auto else self.mode
+        count = min(count, MOST_AT_ONCE, int(AT_ONCE_SECONDS / self._pace))
+        if auto:
+            count = min(count, self._chooser.left)
+        possible = mode == "wait" and self._experts.handover.waits and not self._experts.holds_all
+        if not possible or count < 2 or self._way(model, mode) != mode:
+            self._pace *= 0.9  # it is tried again
+            return []
+        start, missed = time.perf_counter(), self._experts.stats.missed_calls
+        self._experts.bets_allowed = not (auto and self._chooser.way.endswith(NO_BETS))
+        try:
+            done = self.waiting.run(model, token, cache, sample, count)
+        finally:
+            self._experts.bets_allowed = True
+        self.tokens[mode] += len(done)
+        self._pace = (time.perf_counter() - start) / len(done)
+        for _ in done if auto else ():
+            self._chooser.took(self._pace, (self._experts.stats.missed_calls - missed) / len(done))
+        return done
+
+    def _way(self, model: nn.Module, mode: str) -> str:
+        """In which mode a token can be decoded, if not in this one."""
+        # What looks at each call wants true ones, and in order.
+        observed = self._experts.trace is not None or hasattr(type(model), "timed_sampling")
+        if mode != "exact" and (observed or not self.optimistic.ready(model)):
+            return "exact"
+        return "exact" if mode == "wait" and not self.waiting.possible else mode
 
     def done(self) -> None:
         """The token of the last `step` is there."""

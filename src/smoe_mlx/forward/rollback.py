@@ -50,6 +50,16 @@ def alias(value: Any) -> Any:
     return value
 
 
+def takes_back_several(cache: Any) -> bool:
+    """Whether a state may be restored after more than one step, and the first of them done again.
+
+    A rotating cache has then lost a row that this one must see.
+    """
+    if isinstance(cache, CacheList):
+        return all(map(takes_back_several, cache.caches))
+    return type(cache) in COUNTERS
+
+
 def remember(cache: Any) -> State:
     """The state of a cache, for `restore`, as long as steps of one and the same width follow."""
     if isinstance(cache, CacheList):

@@ -5,20 +5,22 @@ started as a whole: in the graph, the device looks up the slots of each layer's 
 and asks the host if one is missing there, and waits for the answer (`Handover.ask`). A thread
 beside the one that builds hears what was routed, has missing experts read, and answers. So building
 and starting, most of what a layer costs the host, goes on beside reading and computing, and a layer
-that lacks nothing waits for nobody.
+that lacks nothing waits for nobody. And the next token is built and started while one is computed
+(`run`): which token that is, the device knows.
 
 What makes it right: an expert leaves the table, and its slot is rewritten, only while the device
 waits for an answer: then everything before has been computed, and nothing behind has begun. An
 answer is given when all experts of its layer are in their slots, and the table says what is gone.
 What the device found in the table is compared afterwards. A device that had to wait too long goes
-on with what is there: then the token is taken back, and decoded the exact way. An error or an
-interrupt takes it back as well.
+on with what is there: then the token is taken back, and what was begun behind it, and decoded the
+exact way. An error or an interrupt takes it back as well.
 
 A device that cannot wait, a CPU, has not begun when the host answers: there it is the exact way.
 """
 
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
 from typing import Any
@@ -29,11 +31,12 @@ import mlx.nn as nn
 from ..cache.bookkeeping import Arrays
 from ..cache.experts import SharedExpertCache
 from ..device import using_mlx
-from ..handover import Handover, Question, Table
+from ..handover import Question, Table
 from ..kernels.experts import Weights
 from ..layers.switch import StreamingSwitchGLU, StreamingSwitchMLP
-from .rollback import remember, restore
+from .rollback import remember, restore, takes_back_several
 
+AHEAD = 2  # tokens that are begun at once: one that is computed, and one that is built
 START_EVERY = 3  # layers: to start what has been built costs nearly as much as to build it
 FEW_LATE, MOST_LATE = 16, 1 / 64  # tokens, and the share of them, until this way is given up
 MOST_SLOTS = 65536  # a slot number has 16 bits on its way
@@ -52,16 +55,53 @@ class _Call:
         self.layer, self.question, self.bets, self.arrays = layer, question, bets, arrays
 
 
-class _Token:
+# Makes the next token, and arrays that are wanted, of: how many tokens came before, a token [B, 1],
+# and the logits [B, 1, vocab] after it. Nothing is evaluated yet. It is called again for a token
+# that was taken back.
+Sample = Callable[[int, mx.array, mx.array], tuple[mx.array | None, Sequence[mx.array]]]
+
+
+class Decoded:
+    """A token [B, 1] that has been decoded.
+
+    Attributes:
+        wanted: what `Sample` said, evaluated.
+        take_back: puts the caches and MLX's random state back to before it.
+    """
+
+    wanted: Sequence[mx.array]
+
+    def __init__(self, token: mx.array, cache: list[Any]):
+        self.token = token
+        self.next: mx.array | None = None
+        self.take_back = functools.partial(
+            _restore, cache, [remember(c) for c in cache], [key[...] for key in _keys()]
+        )
+
+
+class _Token(Decoded):
     """A token under way: its calls so far, and those that the device has been given."""
 
-    def __init__(self, talk: int):
+    def __init__(self, token: mx.array, cache: list[Any], talk: int):
+        super().__init__(token, cache)
         self.talk = talk
+        self.answering: Future[None] | None = None
         self.calls: list[_Call] = []
         self.started: SimpleQueue[_Call | None] = SimpleQueue()  # None: no more come
         self.count = 0  # of those
         self.after: mx.array | None = None  # the output of the last call
         self.over = False  # what has not been answered needs no answer
+
+    @property
+    def outputs(self) -> list[mx.array]:
+        return [*self.wanted, *([] if self.next is None else [self.next])]
+
+    def hush(self) -> None:
+        """Return when nothing is answered any more."""
+        self.over = True
+        self.started.put(None)
+        if self.answering is not None:
+            wait([self.answering])
 
 
 class WaitingDecoder:
@@ -93,50 +133,123 @@ class WaitingDecoder:
         Raises:
             ExpertReadError, CheckpointChangedError: the caches are then as before.
         """
-        with self.experts.lock:
-            self._tokens += 1
-            logits = self._step(model, tokens, cache)
-            if logits is None:
-                self.late += 1
-                logits = model(tokens, cache=cache)
-        return logits
+        (done,) = self.run(model, tokens, cache, lambda n, token, logits: (None, [logits]), 1)
+        return done.wanted[0]
 
-    def _step(self, model: nn.Module, tokens: mx.array, cache: list[Any]) -> mx.array | None:
-        """None: the token was taken back."""
+    def run(
+        self, model: nn.Module, token: mx.array, cache: list[Any], sample: Sample, count: int
+    ) -> Sequence[Decoded]:
+        """Decode up to `count` tokens, each begun while the one before is computed.
+
+        Returns at least one: an error at a later one is left to who comes to it again.
+
+        Raises:
+            ExpertReadError, CheckpointChangedError: the caches are then as before.
+        """
+        if not all(map(takes_back_several, cache)):
+            count = 1
+        ahead = AHEAD if self.experts.handover.waits else 1
+        tokens: list[_Token] = []
+        done = 0  # how many of them
+        with self.experts.lock:
+            try:
+                while done < count:
+                    good = True
+                    while good and len(tokens) < min(done + ahead, count):
+                        at = tokens[-1].next if tokens else token
+                        good = self._begin(model, at, cache, sample, tokens, len(tokens) == done)
+                    if not good or not self._finish(tokens[done]):
+                        self._stop(tokens[done:])
+                        del tokens[done + 1 :]
+                        self._redo(model, cache, sample, tokens[done], done)
+                    done += 1
+                    self._tokens += 1
+            except BaseException as e:
+                self._stop(tokens[done:])
+                if not isinstance(e, Exception):
+                    done = 0
+                for first in tokens[done : done + 1]:
+                    first.take_back()
+                if not done:
+                    raise
+        return tokens[:done]
+
+    def _begin(
+        self,
+        model: nn.Module,
+        token: mx.array | None,
+        cache: list[Any],
+        sample: Sample,
+        tokens: list[_Token],
+        first: bool,
+    ) -> bool:
+        """Build and start one more. False: that cannot be.
+
+        Args:
+            first: nothing else is under way.
+        """
+        assert token is not None
         using_mlx()
         experts, handover = self.experts, self.experts.handover
-        experts.settle()
-        experts.catch_up()
-        before = [remember(c) for c in cache]
-        self._write_tables()
+        if first:
+            experts.settle()
+            experts.catch_up()
+            self._write_tables()
         self._thread = threading.get_ident()
-        self._token = token = _Token(handover.begin())
-        answering: Future[None] | None = None
+        self._token = new = _Token(token, cache, handover.begin())
+        tokens.append(new)
         try:
             if handover.waits:
                 if self._pool is None:
                     self._pool = ThreadPoolExecutor(1, "smoe-answer")
-                answering = self._pool.submit(self._answer_all, token)
+                new.answering = self._pool.submit(self._answer_all, new)
             experts.defer = self._call
-            logits: mx.array = model(tokens, cache=cache)
-            if answering is not None:
-                self._start(token, logits)
-            mx.eval(logits)
-            _stop(token, answering)
-            if answering is not None:
-                answering.result()
-            if not all([handover.in_time(c.question) for c in token.calls]):
-                raise _TakeBack
-            return logits
-        except BaseException as e:
-            _stop(token, answering, handover)
-            for c, state in zip(cache, before, strict=True):
-                restore(c, state)
-            if isinstance(e, _TakeBack):
-                return None
-            raise
+            logits = model(token, cache=cache)
+            self._listen(new)  # it may look at what it is given
+            new.next, new.wanted = sample(len(tokens) - 1, token, logits)
+            if handover.waits:
+                self._start(new, *new.outputs)
+            new.started.put(None)
+            return True
+        except _TakeBack:
+            return False
         finally:
             experts.defer, self._token = None, None
+
+    def _finish(self, token: _Token) -> bool:
+        """Wait for a token. False: it must be taken back."""
+        mx.eval(token.outputs)
+        token.hush()
+        try:
+            if token.answering is not None:
+                token.answering.result()
+        except _TakeBack:
+            return False
+        return all([self.experts.handover.in_time(c.question) for c in token.calls])
+
+    def _redo(
+        self, model: nn.Module, cache: list[Any], sample: Sample, token: _Token, n: int
+    ) -> None:
+        """Decode a token the exact way."""
+        token.take_back()
+        self.late += 1
+        token.next, token.wanted = sample(n, token.token, model(token.token, cache=cache))
+        mx.eval(token.outputs)
+
+    def _stop(self, tokens: Sequence[_Token]) -> None:
+        """Return when nothing of these is answered any more, come what may. The device runs
+        through what will be thrown away."""
+        interrupt = None
+        while tokens:
+            try:
+                self.experts.handover.end(tokens[-1].talk)
+                for token in tokens:
+                    token.hush()
+                break
+            except KeyboardInterrupt as e:
+                interrupt = e
+        if interrupt is not None:
+            raise interrupt
 
     def _call(
         self,
@@ -174,12 +287,14 @@ class WaitingDecoder:
             self._start(token, y)
         return y
 
-    def _start(self, token: _Token, y: mx.array) -> None:
-        # They are answered while this thread is at it: starting may wait for the device.
+    def _listen(self, token: _Token) -> None:
         for call in token.calls[token.count :]:
             token.started.put(call)
         token.count = len(token.calls)
-        mx.async_eval(y)  # type: ignore[no-untyped-call]
+
+    def _start(self, token: _Token, *arrays: mx.array) -> None:
+        self._listen(token)  # first: starting may wait for the device
+        mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
 
     # ---- beside the thread that builds, which holds the cache's lock ----------------------------
 
@@ -224,23 +339,13 @@ class WaitingDecoder:
             table.write(self.experts.places(layer))
 
 
-def _stop(token: _Token, answering: Future[None] | None, handover: Handover | None = None) -> None:
-    """Return when nothing is answered any more, come what may.
+def _restore(cache: list[Any], states: Sequence[Any], keys: Sequence[mx.array]) -> None:
+    for c, state in zip(cache, states, strict=True):
+        restore(c, state)
+    for key, kept in zip(_keys(), keys, strict=True):
+        key[...] = kept
 
-    Args:
-        handover: of a device that is to run through what will be thrown away.
-    """
-    interrupt = None
-    while True:
-        try:
-            token.over = True
-            if handover is not None:
-                handover.end(token.talk)
-            token.started.put(None)
-            if answering is not None:
-                wait([answering])
-            break
-        except KeyboardInterrupt as e:
-            interrupt = e
-    if interrupt is not None:
-        raise interrupt
+
+def _keys() -> Any:
+    """MLX's random state: arrays that it is read from, and can be written to."""
+    return mx.random.state
