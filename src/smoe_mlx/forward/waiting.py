@@ -335,7 +335,7 @@ class WaitingDecoder:
         handover.answer(call.question, claimed[0])
 
     def _write_tables(self) -> None:
-        for layer, table in self._tables.items():
+        for layer, table in list(self._tables.items()):  # the other thread may make one
             table.write(self.experts.places(layer))
 
 
