@@ -29,6 +29,7 @@ from smoe_mlx.forward import decode as decode_ways
 from smoe_mlx.forward.decode import Chooser
 from smoe_mlx.forward.rollback import remember, restore
 from smoe_mlx.handover import PLACES, CudaHandover
+from smoe_mlx.layers.switch import StreamingSwitchGLU
 from smoe_mlx.load import load_model
 
 
@@ -119,6 +120,21 @@ def test_a_table_that_is_out_of_date_takes_the_token_back(device, monkeypatch):
     model._streaming.cache.resize([384])  # others are in other slots now
     assert equal(logits, expected[6:])
     assert waiting_of(model).late > 0
+
+
+def test_a_table_is_made_while_others_are_written(device, monkeypatch):
+    """One thread builds, another one answers."""
+    model = on_device(open_model(DEMO), device)
+    list(decode_logits(model, 1))
+    decoder, experts, new = waiting_of(model), model._streaming.cache, iter(range(100, 104))
+
+    def places(layer):
+        decoder._tables.update({n: decoder._tables[0] for n in itertools.islice(new, 1)})
+        return experts._bank_of[0].tables[0]
+
+    monkeypatch.setattr(experts, "places", places)
+    decoder._write_tables()
+    assert len(decoder._tables) == 8 + 4
 
 
 def test_batches(device):
@@ -388,6 +404,31 @@ def test_a_token_is_begun_while_one_is_computed(slots, start_every, device, slow
     assert waiting_of(model).late == 0
     assert len(device.handover._free) == PLACES
     assert max(at_once) == 2
+
+
+def test_no_layer_asks_before_the_one_before_is_computed(device, monkeypatch):
+    """Nor the first one of a token, even if what it is does not depend on the one before."""
+    model, asked, out = on_device(open_model(DEMO), device), [], []
+    assert model._streaming.decoding.optimistic.ready(model)
+    cache, ask, in_one = prompted(model), device.handover.ask, StreamingSwitchGLU.in_one
+
+    def watched(arrays, table, after, talk):
+        asked.append(after)
+        return ask(arrays, table, after, talk)
+
+    def kept(*args):
+        out.append(in_one(*args))
+        return out[-1]
+
+    def forced(n, token, logits):
+        return mx.array([[TOKENS[6 + n]]]), [logits]
+
+    monkeypatch.setattr(StreamingSwitchGLU, "in_one", kept)
+    monkeypatch.setattr(device.handover, "ask", watched)
+    assert len(waiting_of(model).run(model, mx.array([TOKENS[5:6]]), cache, forced, 4)) == 4
+    asked = asked[-32:]  # the first call tries whether the device can wait
+    assert len(out) == 32
+    assert all(after is before for after, before in zip(asked[1:], out, strict=False))
 
 
 def test_late_answers_take_back_what_was_begun_behind(device, monkeypatch):

@@ -89,7 +89,7 @@ class _Token(Decoded):
         self.calls: list[_Call] = []
         self.started: SimpleQueue[_Call | None] = SimpleQueue()  # None: no more come
         self.count = 0  # of those
-        self.after: mx.array | None = None  # the output of the last call
+        self.after: mx.array | None = None  # the output of the last call, or of the token before
         self.over = False  # what has not been answered needs no answer
 
     @property
@@ -197,6 +197,7 @@ class WaitingDecoder:
             self._write_tables()
         self._thread = threading.get_ident()
         self._token = new = _Token(token, cache, handover.begin())
+        new.after = tokens[-1].after if tokens else None
         tokens.append(new)
         try:
             if handover.waits:
