@@ -406,8 +406,6 @@ def counters(model: object) -> dict[str, float]:
 
 def bandwidth_into_slots(model: object, seconds: float = 1.0, at_once: int = 8) -> float:
     """Bytes a second at which random experts come into slots, nothing else going on."""
-    import mlx.core as mx
-
     cache = model._streaming.cache
     cache.settle()
     draw = random.Random(0)
@@ -423,9 +421,6 @@ def bandwidth_into_slots(model: object, seconds: float = 1.0, at_once: int = 8) 
         start = time.perf_counter()
         with cache.lock:
             cache.claim(layer, missing)
-            # They are in slots when the device can read them: on unified memory that costs nothing.
-            slots = mx.array(cache.table(layer)[missing])
-            mx.eval([a[slots].max() for a in cache.arrays(layer).values()])
         busy += time.perf_counter() - start
     return (cache.reader.stats.bytes - read) / busy
 

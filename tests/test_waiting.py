@@ -154,6 +154,33 @@ def test_each_expert_of_a_token_is_counted_once(slow_disk):
     assert after.bets.issued > before.bets.issued
 
 
+@pytest.mark.parametrize("slots", [0.3, 0.75, 511])
+def test_what_a_device_finds_by_itself_is_counted(slots, device, slow_disk, monkeypatch):
+    """And is used last for who evicts: as in the exact way. Even if the host is slow."""
+    options = {"slots": slots, "lookahead": False}
+    model, exact = on_device(open_model(DEMO, **options), device), open_model(DEMO, **options)
+    exact._streaming.decoding.mode = "exact"
+    claim = model._streaming.cache.claim_few
+
+    def slow(*args, **kw):
+        time.sleep(0.002)
+        return claim(*args, **kw)
+
+    monkeypatch.setattr(model._streaming.cache, "claim_few", slow)
+    for m in (model, exact):
+        assert m._streaming.decoding.optimistic.ready(m)
+        cache = prompted(m)
+        for start in range(5, 37, 8):
+            run_all(m, cache, TOKENS[start : start + 8])
+    assert waiting_of(model).late == 0
+    layers = [
+        [(x.calls, x.waves, x.hits, x.misses) for x in stats(m).layers] for m in (model, exact)
+    ]
+    assert layers[0] == layers[1]
+    order = [list(m._streaming.cache._banks[0].policy._order) for m in (model, exact)]
+    assert order[0] == order[1]
+
+
 def test_an_answer_that_comes_too_late_takes_the_token_back(device, monkeypatch):
     model = on_device(open_model(DEMO), device)
     expected = list(decode_logits(resident(DEMO), 30))
@@ -400,7 +427,7 @@ def test_a_token_is_begun_while_one_is_computed(slots, start_every, device, slow
     out, runs = run_all(model, prompted(model), TOKENS[5:27])
     assert equal(out, expected_logits(22))
     assert runs == [8, 8, 6]
-    assert stats(model).decoded["wait"] == 22
+    assert stats(model).decoded["wait"] == waiting_of(model)._tokens == 22
     assert waiting_of(model).late == 0
     assert len(device.handover._free) == PLACES
     assert max(at_once) == 2
@@ -653,3 +680,26 @@ def test_no_run_outlasts_a_choice():
             assert chooser.way == before
         chooser.took(1.0, 40.5)
     assert set(lengths) == {decode.WINDOW, decode.TRIAL, decode.WARM}
+
+
+def test_a_run_keeps_to_the_choice(device, monkeypatch):
+    decoding = on_device(open_model(DEMO), device)._streaming.decoding
+    monkeypatch.setattr(decoding, "_way", lambda model, mode: mode)
+    experts, asked = decoding._experts, []
+
+    def run(model, token, cache, sample, count):
+        asked.append((count, experts.bets_allowed))
+        return [None] * count
+
+    monkeypatch.setattr(decoding.waiting, "run", run)
+    chooser = decoding._chooser = Chooser(8, device_waits=True, looks_ahead=True)
+    decoding.mode, decoding._pace = "auto", 0.001
+    for way in ("wait", "wait, no bets"):
+        chooser.way, chooser._plan, chooser._taken = way, [(way, 5), ("exact", 8)], [1.0, 1.0]
+        assert len(decoding.run(None, None, None, None, 100)) == 3
+        assert chooser.way == "exact"
+        assert not decoding.run(None, None, None, None, 100)
+        decoding._pace = 0.001
+    assert asked == [(3, True), (3, False)]
+    assert experts.bets_allowed
+    assert decoding.tokens["wait"] == 6

@@ -90,14 +90,14 @@ class _Token(Decoded):
         self.started: SimpleQueue[_Call | None] = SimpleQueue()  # None: no more come
         self.count = 0  # of those
         self.after: mx.array | None = None  # the output of the last call, or of the token before
-        self.over = False  # what has not been answered needs no answer
+        self.over = False  # what asks needs no answer
 
     @property
     def outputs(self) -> list[mx.array]:
         return [*self.wanted, *([] if self.next is None else [self.next])]
 
     def hush(self) -> None:
-        """Return when nothing is answered any more."""
+        """Return when nothing is answered any more. (What is used without is still counted.)"""
         self.over = True
         self.started.put(None)
         if self.answering is not None:
@@ -226,13 +226,16 @@ class WaitingDecoder:
                 token.answering.result()
         except _TakeBack:
             return False
-        return all([self.experts.handover.in_time(c.question) for c in token.calls])
+        in_time = all([self.experts.handover.in_time(c.question) for c in token.calls])
+        token.calls.clear()
+        return in_time
 
     def _redo(
         self, model: nn.Module, cache: list[Any], sample: Sample, token: _Token, n: int
     ) -> None:
         """Decode a token the exact way."""
         token.take_back()
+        token.after = None  # perhaps it was not even started
         self.late += 1
         token.next, token.wanted = sample(n, token.token, model(token.token, cache=cache))
         mx.eval(token.outputs)
@@ -302,8 +305,7 @@ class WaitingDecoder:
     def _answer_all(self, token: _Token) -> None:
         try:
             while (call := token.started.get()) is not None:
-                if not token.over:
-                    self._answer(token, call)
+                self._answer(token, call)
         except BaseException:
             self.experts.handover.end(token.talk)  # the one that builds may wait for the device
             raise
@@ -315,6 +317,8 @@ class WaitingDecoder:
             (ids, *guesses), found = handover.hear(call.question, lambda: not token.over)
         except TimeoutError:
             raise _TakeBack from None
+        if found is None and token.over:
+            return
         places = experts.places(call.layer)
         if found is not None and found != [places[e] for e in ids]:
             raise _TakeBack  # cannot be
