@@ -4,6 +4,7 @@ On a CPU nothing waits: the graph is computed when the host asks for what comes 
 answer has been put into it by then. The stand-in for CUDA of test_handover.py does the rest.
 """
 
+import functools
 import gc
 import itertools
 import random
@@ -215,7 +216,7 @@ def test_a_device_that_does_not_ask_is_waited_for_but_not_for_ever(device, monke
 
 def test_a_device_that_cannot_wait_is_not_asked_again(device, monkeypatch):
     monkeypatch.setattr("smoe_mlx.handover.MOST_HEAR_SECONDS", 0.01)
-    device.lost = True
+    device.lost, device.patience = True, 200
     model = on_device(open_model(DEMO), device)
     assert equal(decode_logits(model, 6), decode_logits(resident(DEMO), 6))
     decoded = stats(model).decoded
@@ -403,8 +404,9 @@ def run_all(model, cache, tokens, most=8):
     return out, runs
 
 
-def expected_logits(n, start=5):
-    return list(decode_logits(resident(DEMO), n, start))[1:]
+@functools.cache
+def expected_logits(n):
+    return list(decode_logits(resident(DEMO), n))[1:]
 
 
 def prompted(model, start=5):
@@ -413,8 +415,9 @@ def prompted(model, start=5):
     return cache
 
 
-@pytest.mark.parametrize("slots", [9, 0.25, 0.75, 511])
-@pytest.mark.parametrize("start_every", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("slots", "start_every"), [(9, 1), (9, 3), (0.25, 3), (0.25, 100), (0.75, 3), (511, 3)]
+)
 def test_a_token_is_begun_while_one_is_computed(slots, start_every, device, slow_disk, monkeypatch):
     monkeypatch.setattr(waiting, "START_EVERY", start_every)
     model = on_device(open_model(DEMO, slots), device)
@@ -620,16 +623,23 @@ def by_all_of_it(tokens, logits):
     return logits * (1 + mx.sin(mx.arange(logits.shape[-1]) + mx.sum(tokens)) / 2)
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"sampler": make_sampler(0.8, top_p=0.9)},
-    {"sampler": make_sampler(0.8),
-     "logits_processors": [*make_logits_processors({5: 2.0}, 1.3), by_all_of_it]},
-    {"max_kv_size": 16}, {"kv_bits": 2, "quantized_kv_start": 12},
-], ids=["greedy", "sampled", "processors", "rotating", "quantised"])  # fmt: skip
-@pytest.mark.parametrize("decode", ["wait", "auto", "wait, late"])
-def test_text_is_the_same_with_tokens_begun_early(decode, options, device, monkeypatch):
-    dice, claim = random.Random(0), SharedExpertCache.claim_few
-    decode, late = decode.removesuffix(", late"), decode.endswith("late")
+TEXTS = {
+    "greedy": {},
+    "sampled": {"sampler": make_sampler(0.8, top_p=0.9)},
+    "processors": {"sampler": make_sampler(0.8),
+                   "logits_processors": [*make_logits_processors({5: 2.0}, 1.3), by_all_of_it]},
+    "rotating": {"max_kv_size": 16},
+    "quantised": {"kv_bits": 2, "quantized_kv_start": 12},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("decode", "late", "name"),
+    [("auto", False, "greedy"), ("wait", True, "processors"), ("wait", True, "rotating")]
+    + [("wait", False, name) for name in TEXTS],
+)
+def test_text_is_the_same_with_tokens_begun_early(decode, late, name, device, monkeypatch):
+    dice, claim, options = random.Random(0), SharedExpertCache.claim_few, TEXTS[name]
 
     def slow(*args, **kw):
         time.sleep(0.05 * (dice.random() < 0.03))
