@@ -477,7 +477,7 @@ def test_late_answers_take_back_what_was_begun_behind(device, monkeypatch):
     out, runs = run_all(model, prompted(model), TOKENS[5:37])
     assert equal(out, expected_logits(32))
     assert runs == [8] * 4
-    assert 4 < waiting_of(model).late
+    assert waiting_of(model).late > 4
     gc.collect()  # errors hold what they went through
     assert len(device.handover._free) + len(device.handover.dropped) == PLACES
 
