@@ -696,6 +696,12 @@ def test_runs_are_as_long_as_they_may_take(device, monkeypatch):
     for _ in range(20):  # a run is tried again when tokens were slow
         decoding.run(None, None, None, None, 8)
     assert decoding._pace < 0.05
+    for count in (1, 8):
+        for _ in range(20_000):  # as many tokens as one likes
+            decoding.run(None, None, None, None, count)
+    decoding.mode = "exact"
+    for _ in range(20_000):
+        assert not decoding.run(None, None, None, None, 8)
 
 
 def test_no_run_outlasts_a_choice():

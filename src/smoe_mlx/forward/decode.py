@@ -28,6 +28,7 @@ TRIAL = 8  # tokens for which a way is tried
 WARM = 4  # before those: a way's first tokens take longer
 RETRY = 1024  # tokens after which all are tried again
 MOST_AT_ONCE, AT_ONCE_SECONDS = 8, 0.1  # of `run`: they come out together
+SHORTEST_SECONDS = AT_ONCE_SECONDS / MOST_AT_ONCE  # of a token: with less there are no more of them
 MOST_MISSED_CALLS = 0.4  # the share of layer calls with a miss up to which `lag1` is tried...
 MOST_MISSES = 1.0  # ...and the number of them in a token up to which `token` is
 
@@ -184,12 +185,13 @@ class Decoding:
         """
         auto = self.mode == "auto"
         mode = self._chooser.mode if auto else self.mode
-        count = min(count, MOST_AT_ONCE, int(AT_ONCE_SECONDS / self._pace))
+        if mode != "wait" or not self._experts.handover.waits or self._experts.holds_all:
+            return []
         if auto:
             count = min(count, self._chooser.left)
-        possible = mode == "wait" and self._experts.handover.waits and not self._experts.holds_all
-        if not possible or count < 2 or self._way(model, mode) != mode:
-            self._pace *= 0.9  # it is tried again
+        count = min(count, MOST_AT_ONCE, int(AT_ONCE_SECONDS / self._pace))
+        if count < 2 or self._way(model, mode) != mode:
+            self._pace = max(0.9 * self._pace, SHORTEST_SECONDS)  # it is tried again
             return []
         start, missed = time.perf_counter(), self._experts.stats.missed_calls
         self._experts.bets_allowed = not (auto and self._chooser.way.endswith(NO_BETS))
@@ -198,9 +200,10 @@ class Decoding:
         finally:
             self._experts.bets_allowed = True
         self.tokens[mode] += len(done)
-        self._pace = (time.perf_counter() - start) / len(done)
+        pace = (time.perf_counter() - start) / len(done)
+        self._pace = max(pace, SHORTEST_SECONDS)
         for _ in done if auto else ():
-            self._chooser.took(self._pace, (self._experts.stats.missed_calls - missed) / len(done))
+            self._chooser.took(pace, (self._experts.stats.missed_calls - missed) / len(done))
         return done
 
     def _way(self, model: nn.Module, mode: str) -> str:
