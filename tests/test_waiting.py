@@ -58,6 +58,31 @@ def on_device(model, device):
     return model
 
 
+def slow_claims(monkeypatch, owner, seconds, share=1.0):
+    """Let a share of all claims take so long."""
+    dice, claim = random.Random(0), owner.claim_few
+
+    def slow(*args, **kw):
+        time.sleep(seconds * (dice.random() < share))
+        return claim(*args, **kw)
+
+    monkeypatch.setattr(owner, "claim_few", slow)
+
+
+def failing(monkeypatch, owner, name, after, error):
+    """Let `owner.name` fail after so many calls; returns what mends it."""
+    call, left = getattr(owner, name), [after]
+
+    def fails(*args, **kw):
+        left[0] -= 1
+        if left[0] < 0:
+            raise error(5, "a test")
+        return call(*args, **kw)
+
+    monkeypatch.setattr(owner, name, fails)
+    return lambda: monkeypatch.setattr(owner, name, call)
+
+
 @pytest.mark.parametrize("arch", STREAMED)
 def test_every_architecture_gives_mlx_lms_bits(arch, tiny):
     folder = tiny(arch)
@@ -162,13 +187,7 @@ def test_what_a_device_finds_by_itself_is_counted(slots, device, slow_disk, monk
     options = {"slots": slots, "lookahead": False}
     model, exact = on_device(open_model(DEMO, **options), device), open_model(DEMO, **options)
     exact._streaming.decoding.mode = "exact"
-    claim = model._streaming.cache.claim_few
-
-    def slow(*args, **kw):
-        time.sleep(0.002)
-        return claim(*args, **kw)
-
-    monkeypatch.setattr(model._streaming.cache, "claim_few", slow)
+    slow_claims(monkeypatch, model._streaming.cache, 0.002)
     for m in (model, exact):
         assert m._streaming.decoding.optimistic.ready(m)
         cache = prompted(m)
@@ -186,14 +205,7 @@ def test_what_a_device_finds_by_itself_is_counted(slots, device, slow_disk, monk
 def test_an_answer_that_comes_too_late_takes_the_token_back(device, monkeypatch):
     model = on_device(open_model(DEMO), device)
     expected = list(decode_logits(resident(DEMO), 30))
-    experts, dice = model._streaming.cache, random.Random(0)
-    claim = experts.claim_few
-
-    def slow(*args, **kw):
-        time.sleep(0.05 * (dice.random() < 0.2))
-        return claim(*args, **kw)
-
-    monkeypatch.setattr(experts, "claim_few", slow)
+    slow_claims(monkeypatch, model._streaming.cache, 0.05, 0.2)
     device.patience = 20  # looks
     assert equal(decode_logits(model, 30), expected)
     decoded, late = stats(model).decoded, waiting_of(model).late
@@ -239,21 +251,12 @@ def test_what_stops_a_token_leaves_the_caches_as_before(error, on_cuda, device, 
         on_device(model, device)
     cache, experts = make_prompt_cache(model), model._streaming.cache
     model(mx.array([TOKENS[:5]]), cache=cache)
-    claim = experts.claim_few
     assert model._streaming.decoding.optimistic.ready(model)
     for n, t in enumerate(TOKENS[5:17]):
-        left = [n % 8]
-
-        def fails(*args, left=left, **kw):
-            left[0] -= 1
-            if left[0] < 0:
-                raise error(5, "a test")
-            return claim(*args, **kw)
-
-        monkeypatch.setattr(experts, "claim_few", fails)
+        mend = failing(monkeypatch, experts, "claim_few", n % 8, error)
         with pytest.raises(error):
             step(model, t, cache)
-        monkeypatch.setattr(experts, "claim_few", claim)
+        mend()
         assert same_bits(step(model, t, cache), expected[n + 1])
     assert experts.defer is None
     assert stats(model).decoded["wait"] == 24
@@ -312,20 +315,11 @@ def test_a_failed_read_is_an_error_and_the_next_token_is_right(monkeypatch, slow
     model = open_model(DEMO, lookahead=False)
     cache, experts = make_prompt_cache(model), model._streaming.cache
     model(mx.array([TOKENS[:5]]), cache=cache)
-    finish = experts.reader.finish
     for n, t in enumerate(TOKENS[5:15]):
-        broken = [n % 4]
-
-        def fails(*readings, broken=broken):
-            broken[0] -= 1
-            if broken[0] < 0:
-                raise ExpertReadError(5, "a test")
-            return finish(*readings)
-
-        monkeypatch.setattr(experts.reader, "finish", fails)
+        mend = failing(monkeypatch, experts.reader, "finish", n % 4, ExpertReadError)
         with pytest.raises(ExpertReadError):
             step(model, t, cache)
-        monkeypatch.setattr(experts.reader, "finish", finish)
+        mend()
         experts.check()
         assert same_bits(step(model, t, cache), expected[n + 1])
 
@@ -465,14 +459,7 @@ def test_no_layer_asks_before_the_one_before_is_computed(device, monkeypatch):
 def test_late_answers_take_back_what_was_begun_behind(device, monkeypatch):
     model = on_device(open_model(DEMO), device)
     monkeypatch.setattr(waiting, "FEW_LATE", 1000)
-    experts, dice = model._streaming.cache, random.Random(0)
-    claim = experts.claim_few
-
-    def slow(*args, **kw):
-        time.sleep(0.05 * (dice.random() < 0.05))
-        return claim(*args, **kw)
-
-    monkeypatch.setattr(experts, "claim_few", slow)
+    slow_claims(monkeypatch, model._streaming.cache, 0.05, 0.05)
     device.patience = 20  # looks
     out, runs = run_all(model, prompted(model), TOKENS[5:37])
     assert equal(out, expected_logits(32))
@@ -507,23 +494,14 @@ def test_what_stops_a_run(error, on_cuda, device, monkeypatch):
         on_device(model, device)
     experts, decoder = model._streaming.cache, waiting_of(model)
     assert model._streaming.decoding.optimistic.ready(model)
-    cache, claim = prompted(model), experts.claim_few
+    cache = prompted(model)
     before = [remember(c) for c in cache]
 
     def forced(n, token, logits):
         return mx.array([[TOKENS[6 + n]]]), [logits]
 
     for n in range(0, 32, 3):
-        left = [n]
-
-        def fails(*args, left=left, **kw):
-            left[0] -= 1
-            if left[0] < 0:
-                raise error(5, "a test")
-            return claim(*args, **kw)
-
-        monkeypatch.setattr(experts, "claim_few", fails)
-        done = []
+        mend, done = failing(monkeypatch, experts, "claim_few", n, error), []
         if n < 8 or error is KeyboardInterrupt:
             with pytest.raises(error):
                 decoder.run(model, mx.array([TOKENS[5:6]]), cache, forced, 4)
@@ -532,7 +510,7 @@ def test_what_stops_a_run(error, on_cuda, device, monkeypatch):
             assert len(done) == n // 8
         assert cache[0].offset == 5 + len(done)
         assert equal([d.wanted[0] for d in done], expected[: len(done)])
-        monkeypatch.setattr(experts, "claim_few", claim)
+        mend()
         experts.check()
         out, _ = run_all(model, cache, TOKENS[5 + len(done) : 12])
         assert equal(out, expected[len(done) : 7])
@@ -634,43 +612,69 @@ TEXTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("decode", "late", "name"),
-    [("auto", False, "greedy"), ("wait", True, "processors"), ("wait", True, "rotating")]
-    + [("wait", False, name) for name in TEXTS],
-)
-def test_text_is_the_same_with_tokens_begun_early(decode, late, name, device, monkeypatch):
-    dice, claim, options = random.Random(0), SharedExpertCache.claim_few, TEXTS[name]
-
-    def slow(*args, **kw):
-        time.sleep(0.05 * (dice.random() < 0.03))
-        return claim(*args, **kw)
-
-    if late:
-        monkeypatch.setattr(SharedExpertCache, "claim_few", slow)
-        device.patience = 20
+@pytest.fixture
+def device_for_all(device, monkeypatch):
+    """Models that are loaded use it."""
     monkeypatch.setattr(waiting, "FEW_LATE", 1000)
     monkeypatch.setattr(handover, "make_handover", lambda: device.handover)
     monkeypatch.setattr(slots_module, "make_handover", lambda: device.handover)
     monkeypatch.setattr(decode_ways, "computes_beside_the_host", lambda: True)
     monkeypatch.setattr(decode_ways, "WINDOW", 8)
+    return device
 
-    def text(**load):
-        model, tokenizer = smoe_mlx.load("demo", config=StreamingConfig(slots=0.4, **load))
-        mx.random.seed(7)
-        cache = make_prompt_cache(model, options.get("max_kv_size"))
-        made = smoe_mlx.stream_generate(
-            model, tokenizer, "Once", max_tokens=60, prompt_cache=cache, **options
-        )
-        tokens = [r.token for r in itertools.islice(made, 43)]
-        made.close()  # in the midst of a run
-        return tokens, cache[0].offset, mx.random.uniform().item(), model
 
-    *expected, _ = text(decode="exact")
-    *got, model = text(decode=decode)
+def text(options, decode):
+    """(43 tokens, how many the cache then holds, the next random number, model)"""
+    model, tokenizer = smoe_mlx.load("demo", config=StreamingConfig(slots=0.4, decode=decode))
+    mx.random.seed(7)
+    cache = make_prompt_cache(model, options.get("max_kv_size"))
+    made = smoe_mlx.stream_generate(
+        model, tokenizer, "Once", max_tokens=60, prompt_cache=cache, **options
+    )
+    tokens = [r.token for r in itertools.islice(made, 43)]
+    made.close()  # in the midst of a run
+    return tokens, cache[0].offset, mx.random.uniform().item(), model
+
+
+@pytest.mark.parametrize(
+    ("decode", "late", "name"),
+    [("auto", False, "greedy"), ("wait", True, "processors"), ("wait", True, "rotating")]
+    + [("wait", False, name) for name in TEXTS],
+)
+def test_text_is_the_same_with_tokens_begun_early(decode, late, name, device_for_all, monkeypatch):
+    if late:
+        slow_claims(monkeypatch, SharedExpertCache, 0.05, 0.03)
+        device_for_all.patience = 20
+    *expected, _ = text(TEXTS[name], "exact")
+    *got, model = text(TEXTS[name], decode)
     assert got == expected
     assert stats(model).decoded["wait"] > 10
     assert waiting_of(model).late > 2 if late else waiting_of(model).late == 0
+
+
+def test_text_is_the_same_after_an_error_in_a_later_token_of_a_run(device_for_all, monkeypatch):
+    """It is met again, or not: what had been begun has left nothing behind."""
+    decoder, talks, failed = waiting.WaitingDecoder, set(), []
+    run, answer = decoder.run, decoder._answer
+
+    def begun(*args):
+        talks.clear()
+        return run(*args)
+
+    def fails(self, token, call):
+        talks.add(token.talk)
+        if len(talks) == 3 and len(failed) < 3:
+            failed.append(token.talk)
+            raise ExpertReadError(5, "a test")
+        answer(self, token, call)
+
+    *expected, _ = text(TEXTS["processors"], "exact")
+    monkeypatch.setattr(decoder, "run", begun)
+    monkeypatch.setattr(decoder, "_answer", fails)
+    *got, model = text(TEXTS["processors"], "wait")
+    assert got == expected
+    assert len(failed) == 3
+    assert waiting_of(model).late == 0
 
 
 def test_runs_are_as_long_as_they_may_take(device, monkeypatch):

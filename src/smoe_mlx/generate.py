@@ -8,6 +8,7 @@ looking ahead hides nothing, delays every token by a forward and wastes the last
 
 import functools
 import math
+import sys
 import time
 from array import array
 from collections import deque
@@ -183,6 +184,7 @@ def speculative_generate_step(
     n = row = 0
     ahead = 0  # tokens in the cache beyond all but the last of the text
     run: deque[Decoded] = deque()  # tokens after which those that come next are known already
+    may_run = drafter is None and kv_bits is None and timed is None
     seconds = 0.0  # that the last pass took
     pin_hot(streaming)
     try:
@@ -206,31 +208,32 @@ def speculative_generate_step(
             if n == max_tokens:
                 break
             start = time.perf_counter()
+            left = max_tokens - n if max_tokens > 0 else sys.maxsize
             if ahead and not from_draft:
                 trim_prompt_cache(cache, ahead)
                 ahead = 0
             if drafter is not None and not from_draft:
                 if seconds:
                     drafter.saw(drafts, row + 1, seconds)
-                most = min(step_size, max_tokens - n if max_tokens > 0 else step_size) - 1
+                most = min(step_size, left) - 1
                 with mx.stream(stream):
                     drafts = drafter(text, cache, most, quantized_from)
             with streaming.cache.lock, mx.stream(stream):
-                if not run and drafter is None and kv_bits is None and timed is None:
-                    most = max_tokens - n if max_tokens > 0 else CLEAR_CACHE_EVERY
-                    seen_before[:] = [seen]
-                    tokens = mx.array([[token]], prompt.dtype)
-                    run.extend(streaming.decoding.run(model, tokens, cache, pick_in_run, most))
-                if run:
-                    token, logprobs = evaluated(*run.popleft().wanted)
-                else:
-                    if from_draft:  # the last pass went on from this very token
-                        row, ahead = row + 1, ahead - 1
-                    else:
-                        tokens = mx.array([[token, *drafts]], prompt.dtype)
+                if from_draft:  # the last pass went on from this very token
+                    row, ahead = row + 1, ahead - 1
+                elif not run:
+                    tokens = mx.array([[token, *drafts]], prompt.dtype)
+                    if may_run:
+                        seen_before[:] = [seen]
+                        run.extend(streaming.decoding.run(model, tokens, cache, pick_in_run, left))
+                        seen = seen_before[len(run)]
+                    if not run:
                         logits = streaming.decoding.step(model, tokens, cache)
                         quantize_cache(cache)
                         row, ahead, seconds = 0, len(drafts), 0.0
+                if run:
+                    token, logprobs = evaluated(*run.popleft().wanted)
+                else:
                     token, logprobs = sample(logits[:, row, :], mx.array([token], prompt.dtype))
                     streaming.decoding.done()
                 streaming.cache.settle()
