@@ -41,9 +41,9 @@ class Driver:
         return lambda *args: self.fails.get(name) or function(self, *args) or 0
 
     def queue_copy(self, to, start, nbytes, stream):
-        assert any(a <= start and start + nbytes <= a + n for a, n in self.registered.items()), (
-            "copied from memory that is not pinned"
-        )
+        assert any(
+            a <= start and start + nbytes <= a + n for a, n in list(self.registered.items())
+        ), "copied from memory that is not pinned"
         self.streams[stream.value].append((to, start, nbytes))
         return self.fails.get("cuMemcpyHtoDAsync_v2", 0)
 
@@ -86,7 +86,7 @@ class Driver:
         start._obj.value = ctypes.addressof(self.kept)
 
     def do_cuMemcpyDtoHAsync_v2(self, to, start, nbytes, stream):
-        assert any(a <= to.value < a + n for a, n in self.registered.items())
+        assert any(a <= to.value < a + n for a, n in list(self.registered.items()))
         self.streams[stream.value].append((to.value, start.value, nbytes.value))
 
     def do_cuMemHostUnregister(self, start):
@@ -263,8 +263,9 @@ def test_an_uploader_is_made_where_bytes_arrive(driver, monkeypatch):
     monkeypatch.setattr(cuda.mx, "default_device", lambda: mx.gpu)
     assert make_uploader() is not None
     for name in ("cuInit", "cuMemHostRegister_v2", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"):
-        driver.fails = {name: 100}
+        driver.fails, streams = {name: 100}, set(driver.streams)
         assert make_uploader() is None
+        assert set(driver.streams) == streams, "one was left open"
     driver.fails = {}
     monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
     assert make_uploader() is None

@@ -176,19 +176,29 @@ def make_uploader() -> Uploader | None:
     """One that has been tried, if MLX computes on a CUDA device."""
     if mx.default_device() == mx.cpu or not mx.cuda.is_available():
         return None
+    with contextlib.suppress(CudaError, OSError):
+        uploader = Uploader()
+        if _arrives(uploader):
+            return uploader
+        uploader.close()
+    return None
+
+
+def _arrives(uploader: Uploader) -> bool:
+    """Whether MLX finds in an array what was uploaded to it."""
+    nbytes = 1 << 20  # large: MLX treats small arrays differently
+    array = mx.zeros((nbytes,), mx.uint8)
+    mx.eval(array)
     try:
-        uploader, nbytes = Uploader(), 1 << 20  # large: MLX treats small arrays differently
-        array = mx.zeros((nbytes,), mx.uint8)
-        mx.eval(array)
         view = uploader.view(array)
         uploader.pinned(nbytes)[:] = data = os.urandom(nbytes)
         uploader.upload([(0, view)])
         uploader.pinned(nbytes)[:] = bytes(nbytes)
         there = uploader.download(view) == data
         copy: Any = array + 0  # the array itself must not be looked at
-        return uploader if there and bytes(memoryview(copy)) == data else None
-    except (CudaError, OSError, RuntimeError):  # the last: the kernel does not compile
-        return None
+        return there and bytes(memoryview(copy)) == data
+    except RuntimeError:  # of the driver, or the kernel does not compile
+        return False
 
 
 @functools.cache
