@@ -6,9 +6,10 @@ much of it is in memory, and none of that is known beforehand. So the ways that 
 are tried on a few tokens each, now and then, and the fastest one is taken. All give the same bits.
 """
 
+import contextlib
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -145,9 +146,15 @@ class Decoding:
         if self.mode != "auto":
             return self._step(model, tokens, cache, self.mode)
         self._timed = True
-        self._experts.bets_allowed = not self._chooser.way.endswith(NO_BETS)
-        try:
+        with self._bets_as_chosen():
             return self._step(model, tokens, cache, self._chooser.mode)
+
+    @contextlib.contextmanager
+    def _bets_as_chosen(self) -> Iterator[None]:
+        without = self.mode == "auto" and self._chooser.way.endswith(NO_BETS)
+        self._experts.bets_allowed = not without
+        try:
+            yield
         finally:
             self._experts.bets_allowed = True
 
@@ -194,11 +201,8 @@ class Decoding:
             self._pace = max(0.9 * self._pace, SHORTEST_SECONDS)  # it is tried again
             return []
         start, missed = time.perf_counter(), self._experts.stats.missed_calls
-        self._experts.bets_allowed = not (auto and self._chooser.way.endswith(NO_BETS))
-        try:
+        with self._bets_as_chosen():
             done = self.waiting.run(model, token, cache, sample, count)
-        finally:
-            self._experts.bets_allowed = True
         self.tokens[mode] += len(done)
         pace = (time.perf_counter() - start) / len(done)
         self._pace = max(pace, SHORTEST_SECONDS)
