@@ -108,8 +108,7 @@ class WaitingDecoder:
     """Decodes single tokens of a streamed model.
 
     Attributes:
-        late: tokens that were taken back, nearly always since an answer came too late. (MLX may
-            wait for the device itself while it starts something, the first time that it does.)
+        late: tokens that were taken back, nearly always since an answer came too late.
     """
 
     def __init__(self, experts: SharedExpertCache):
